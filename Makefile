@@ -1,0 +1,39 @@
+# Every target works from a fresh clone: the first one makes .venv and installs the package into it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help install quickstart test lint format wheel clean
+.DEFAULT_GOAL := help
+
+help:  ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+install: $(INSTALLED)  ## make .venv and install rstar2 with what its tests need
+
+quickstart: $(INSTALLED)  ## train the tiny agent by the whole recipe on this machine (minutes)
+	$(BIN)/rstar2 quickstart
+
+test: $(INSTALLED)  ## run the tests, attacks on the jail included
+	$(BIN)/pytest
+
+lint: $(INSTALLED)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)  ## rewrite the code as ruff would have it
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+wheel: $(INSTALLED)  ## build dist/rstar2-*.whl
+	$(BIN)/pip wheel --quiet --no-deps -w dist .
+
+clean:  ## remove what the targets above made (runs/ stays)
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

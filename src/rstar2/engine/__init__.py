@@ -1,0 +1,1 @@
+"""Engines: tokens in, tokens out, with logprobs and weight versions."""

@@ -1,0 +1,484 @@
+"""The nouns of rstar2: everything that crosses a boundary between two stages.
+
+All are frozen, slotted dataclasses, so they can be shared between tasks and threads, and all
+travel as JSON through `encode` and `decode` without loss. A trajectory is explained best by
+building one:
+
+    Trajectory(
+        id="7.3", problem_id="7", group_id="step4/7", seed=11,
+        prompt_ids=(1, 2, 3),                      # what the template made of the problem
+        turns=(
+            Turn(                                  # first turn: the model called the tool
+                sampled_ids=(40, 41), logprobs=(-0.1, -0.7), versions=((4, 2),),
+                calls=(ToolCall(...),), results=(ToolResult(...),),
+                response_ids=(50, 51, 52),         # tool response + next assistant header
+            ),
+            Turn(sampled_ids=(60,), logprobs=(-0.2,), versions=((4, 1),)),  # it answered
+        ),
+        stop=StopReason.ANSWERED, answer_tags=1, reward=Reward(1.0, answer="42", ...),
+    )
+
+    .token_ids -> (1, 2, 3, 40, 41, 50, 51, 52, 60)     the model's own ids, never re-encoded
+    .mask      -> (0, 0, 0,  1,  1,  0,  0,  0,  1)     1 on sampled tokens only
+
+Invariant 1 (token exactness) holds by construction: a trajectory stores the pieces in order and
+derives the whole, so no consumer can disagree about what the prompt of a turn was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+WeightVersion = int
+"""Counts weight updates: 0 is the initial policy, every published update adds 1."""
+
+VersionSpan = tuple[WeightVersion, int]
+"""(version, number of consecutive tokens sampled under it)."""
+
+
+# --------------------------------------------------------------------------- problems
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A question with a verifiable answer. `grader` names how an answer is checked."""
+
+    id: str
+    prompt: str
+    answer: str
+    grader: str = "math"
+    kind: str = ""
+    source: str = ""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+# --------------------------------------------------------------------------- tool calls
+
+
+class Outcome(StrEnum):
+    """What became of one tool call. INFRASTRUCTURE is our fault and never reaches the model."""
+
+    OK = "ok"
+    NO_OUTPUT = "no_output"
+    EXCEPTION = "exception"
+    SYNTAX_ERROR = "syntax_error"
+    TIMEOUT = "timeout"
+    MEMORY = "memory"
+    OUTPUT_LIMIT = "output_limit"
+    KILLED = "killed"
+    BAD_JSON = "bad_json"
+    UNKNOWN_TOOL = "unknown_tool"
+    BAD_ARGUMENTS = "bad_arguments"
+    INFRASTRUCTURE = "infrastructure"
+
+    @property
+    def succeeded(self) -> bool:
+        return self in (Outcome.OK, Outcome.NO_OUTPUT)
+
+    @property
+    def failed(self) -> bool:
+        """True where the model is to blame: these count in RoC's p_err."""
+        return not self.succeeded and self is not Outcome.INFRASTRUCTURE
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one call may use. A server caps each value; None means the server's default."""
+
+    wall_s: float | None = None
+    cpu_s: float | None = None
+    memory_mb: int | None = None
+    processes: int | None = None
+    file_mb: int | None = None
+    scratch_mb: int | None = None
+    output_chars: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call as the parser read it from the model's text.
+
+    `error` is set when the text could not become a call (bad JSON, unknown tool, bad arguments);
+    such a call is never executed, its result carries that outcome and `message`.
+    """
+
+    id: str
+    name: str
+    code: str = ""
+    stdin: str = ""
+    raw: str = ""
+    error: Outcome | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """How many characters were cut from the middle of each stream (0: nothing)."""
+
+    stdout: int = 0
+    stderr: int = 0
+    value: int = 0
+    traceback: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.stdout or self.stderr or self.value or self.traceback)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What one call came to, as seen from outside the jail."""
+
+    call_id: str
+    outcome: Outcome
+    stdout: str = ""
+    stderr: str = ""
+    value: str | None = None
+    """repr of the last expression, as IPython shows it; only when nothing was printed."""
+    traceback: str = ""
+    """Trimmed to the program's own lines, with their source; empty unless it raised."""
+    message: str = ""
+    """One sentence on the outcome, for people and for the model (limits hit, parse errors)."""
+    truncated: Truncation = Truncation()
+    exit_code: int | None = None
+    signal: int | None = None
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    peak_mb: float = 0.0
+    queue_s: float = 0.0
+    isolation: str = ""
+    server: str = ""
+    attempts: int = 1
+
+
+# --------------------------------------------------------------------------- generation
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one turn is sampled. `seed` makes a result independent of its batch neighbours."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+
+class Finish(StrEnum):
+    """Why an engine stopped generating."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What an engine sampled in one turn; a stop token, if sampled, is the last id."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[VersionSpan, ...]
+    finish: Finish
+    entropies: tuple[float, ...] | None = None
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was reused instead of computed."""
+    queue_s: float = 0.0
+    wall_s: float = 0.0
+    engine: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCapacity:
+    """What an engine can hold at most."""
+
+    kv_tokens: int
+    max_sequences: int
+    max_length: int
+    block_tokens: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What an engine reports of itself now."""
+
+    kv_used: int
+    running: int
+    waiting: int
+    preemptions: int
+    version: WeightVersion
+
+
+# --------------------------------------------------------------------------- trajectories
+
+
+class StopReason(StrEnum):
+    """Why a rollout ended; every admitted rollout has exactly one."""
+
+    ANSWERED = "answered"
+    """The model ended its turn without a tool call, with an answer tag."""
+    NO_ANSWER = "no_answer"
+    """The model ended its turn without a tool call and without an answer tag."""
+    MAX_TURNS = "max_turns"
+    MAX_LENGTH = "max_length"
+    INVALID_CALLS = "invalid_calls"
+    """Too many calls in a row that could not be executed at all."""
+    ENGINE_FAILED = "engine_failed"
+    TOOL_FAILED = "tool_failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def infrastructure(self) -> bool:
+        """True where the rollout says nothing about the model: retried, then dropped, no reward."""
+        return self in (
+            StopReason.ENGINE_FAILED,
+            StopReason.TOOL_FAILED,
+            StopReason.CANCELLED,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One assistant generation and what was appended after it."""
+
+    sampled_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[VersionSpan, ...]
+    calls: tuple[ToolCall, ...] = ()
+    results: tuple[ToolResult, ...] = ()
+    response_ids: tuple[int, ...] = ()
+    """Tool response plus the header of the next assistant turn; masked out everywhere."""
+    entropies: tuple[float, ...] | None = None
+    finish: Finish = Finish.STOP
+    engine: str = ""
+    started_s: float = 0.0
+    """Seconds since the trajectory started; the next three are durations."""
+    queue_s: float = 0.0
+    generate_s: float = 0.0
+    tools_s: float = 0.0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A verified outcome: 1.0 or 0.0, with what was compared."""
+
+    value: float
+    answer: str | None
+    """Content of the last \\boxed{} in the last <answer>; None if there was none."""
+    grader: str
+    wall_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A failure that is not the model's: it has a name and never becomes a reward."""
+
+    name: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One rollout, exact to the token. `reward` and `failure` are mutually exclusive."""
+
+    id: str
+    problem_id: str
+    group_id: str
+    seed: int
+    prompt_ids: tuple[int, ...]
+    turns: tuple[Turn, ...]
+    stop: StopReason
+    answer_tags: int = 0
+    text: str = ""
+    """Decoded completion (turns and tool responses), for people; never read by policies."""
+    reward: Reward | None = None
+    failure: Failure | None = None
+    started_at: float = 0.0
+    wall_s: float = 0.0
+    attempts: int = 1
+
+    @property
+    def completion_ids(self) -> tuple[int, ...]:
+        return tuple(i for turn in self.turns for i in turn.sampled_ids + turn.response_ids)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.prompt_ids + self.completion_ids
+
+    @property
+    def mask(self) -> tuple[int, ...]:
+        """1 on tokens the model sampled, 0 on prompt and tool tokens; aligned with token_ids."""
+        marks = [0] * len(self.prompt_ids)
+        for turn in self.turns:
+            marks += [1] * len(turn.sampled_ids) + [0] * len(turn.response_ids)
+        return tuple(marks)
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """Rollout logprobs aligned with token_ids, 0.0 where the mask is 0."""
+        values = [0.0] * len(self.prompt_ids)
+        for turn in self.turns:
+            values += [*turn.logprobs, *([0.0] * len(turn.response_ids))]
+        return tuple(values)
+
+    @property
+    def oldest_version(self) -> WeightVersion | None:
+        versions = [v for turn in self.turns for v, n in turn.versions if n]
+        return min(versions) if versions else None
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(len(turn.sampled_ids) for turn in self.turns)
+
+    @property
+    def results(self) -> Iterator[ToolResult]:
+        for turn in self.turns:
+            yield from turn.results
+
+    @property
+    def calls(self) -> int:
+        """Tool calls that count in p_err: all but infrastructure failures."""
+        return sum(r.outcome is not Outcome.INFRASTRUCTURE for r in self.results)
+
+    @property
+    def failed_calls(self) -> int:
+        return sum(r.outcome.failed for r in self.results)
+
+    @property
+    def truncated(self) -> bool:
+        return self.stop is StopReason.MAX_LENGTH
+
+    @property
+    def correct(self) -> bool:
+        return self.reward is not None and self.reward.value > 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All rollouts of one problem in one step; `dropped` counts infrastructure losses by name."""
+
+    id: str
+    problem: Problem
+    step: int
+    trajectories: tuple[Trajectory, ...]
+    dropped: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        return tuple(t.reward.value for t in self.trajectories if t.reward is not None)
+
+    @property
+    def informative(self) -> bool:
+        """False where all rewards are equal: such a group teaches nothing."""
+        return len(set(self.rewards)) > 1
+
+
+# --------------------------------------------------------------------------- learning
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Why resampling kept one trajectory, or did not. One per trajectory, in group order."""
+
+    trajectory_id: str
+    kept: bool
+    reason: str
+    reward: float
+    p_err: float
+    p_format: float
+    weight: float
+    """Relative weight in the draw (positives: 1 / (epsilon + p_total); negatives: 1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The outcome of resampling a group: 2G choices, G of them kept."""
+
+    group_id: str
+    variant: str
+    choices: tuple[Choice, ...]
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        return tuple(i for i, choice in enumerate(self.choices) if choice.kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One training sequence: ids, mask, rollout logprobs (aligned, 0.0 off-mask), advantage."""
+
+    token_ids: tuple[int, ...]
+    mask: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    advantage: float
+    group_id: str
+    trajectory_id: str
+    version: WeightVersion
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(self.mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one optimizer pass sees: the kept samples of P groups, and where they came from."""
+
+    step: int
+    samples: tuple[Sample, ...]
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(sample.trained_tokens for sample in self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat message. For SFT data `train` marks assistant messages that enter the loss."""
+
+    role: str
+    content: str
+    train: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One SFT example in messages form, with optional tool signatures (JSON schema dicts)."""
+
+    id: str
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    source: str = ""
+
+
+# --------------------------------------------------------------------------- wire
+
+
+def encode(value: Any) -> bytes:
+    """Serialise any noun to one line of JSON (no newline inside)."""
+    return msgspec.json.encode(value)
+
+
+def decode(data: bytes | str, kind: type[T]) -> T:
+    """Read a noun back; raises msgspec.ValidationError naming the offending field."""
+    return msgspec.json.decode(data, type=kind)
+
+
+def spans(versions: Iterable[WeightVersion]) -> tuple[VersionSpan, ...]:
+    """Run-length encode per-token weight versions: [4, 4, 5] -> ((4, 2), (5, 1))."""
+    out: list[VersionSpan] = []
+    for version in versions:
+        if out and out[-1][0] == version:
+            out[-1] = (version, out[-1][1] + 1)
+        else:
+            out.append((version, 1))
+    return tuple(out)
