@@ -163,7 +163,7 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(0.0, ge=0)
     clip_norm: float = Field(1.0, gt=0)
     matrix_optimizer: Literal["adamw", "muon"] = "adamw"
-    """`muon`: orthogonalised momentum on the weight matrices (how the tiny model learns to copy)."""
+    """`muon`: orthogonalised momentum on the weight matrices (so the tiny model learns to copy)."""
     matrix_lr: float = Field(0.02, ge=0)
 
 

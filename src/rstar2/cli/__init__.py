@@ -9,7 +9,6 @@ import importlib
 import sys
 from typing import Any
 
-import click
 import typer
 from typer.core import TyperGroup
 
@@ -29,10 +28,10 @@ COMMANDS = {
 class LazyGroup(TyperGroup):
     """Imports a sub-command's module only when it is asked for, so that --help stays fast."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
         module, attribute, summary = COMMANDS[cmd_name]
