@@ -460,6 +460,42 @@ class Conversation:
     source: str = ""
 
 
+# --------------------------------------------------------------------------- evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean with its 95% confidence interval over `count` independent problems."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What one policy does on held-out problems, in one mode (`greedy` or `sampled`)."""
+
+    stage: str
+    """The stage after which it was made: `sft` or the name of an RL stage."""
+    step: int
+    mode: str
+    accuracy: Estimate
+    kinds: Mapping[str, Estimate]
+    """Accuracy per kind of problem; empty where problems have no kinds."""
+    failing_calls_in_correct: float | None
+    """Failed calls / calls inside correct trajectories; None if those made no call."""
+    tool_errors: float | None
+    """Failed calls / calls over all trajectories; None if there was no call."""
+    mean_length: float
+    """Completion tokens per trajectory, tool responses included."""
+    mean_turns: float
+    truncated: float
+    """Share of trajectories that hit the length limit."""
+    wall_s: float = 0.0
+
+
 # --------------------------------------------------------------------------- wire
 
 
