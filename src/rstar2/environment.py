@@ -1,0 +1,124 @@
+"""What a run ran on: versions, machine, source commit. Imports none of what it reports on, so it
+takes milliseconds and can be written before anything heavy starts.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import rstar2
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "math-verify",
+    "pydantic",
+    "numpy",
+    "sympy",
+    "vllm",
+    "ray",
+)
+
+
+def describe() -> dict[str, Any]:
+    """Everything worth knowing to repeat a run, as plain JSON values."""
+    return {
+        "rstar2": rstar2.__version__,
+        "commit": source_commit(),
+        "python": platform.python_version(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "platform": platform.platform(),
+        "cpu": _cpu_model(),
+        "cores": usable_cores(),
+        "memory_gb": round(total_memory() / 2**30, 1),
+        "gpu": _gpu_driver(),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+    }
+
+
+def usable_cores() -> int:
+    """Cores this process may run on, which containers and taskset make fewer than all."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def total_memory() -> int:
+    """Bytes of memory this process may use: the machine's, or its control group's if less."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _read_int(Path("/sys/fs/cgroup/memory.max"))
+    return min(pages, limit) if limit else pages
+
+
+def available_memory() -> int:
+    """Bytes that can be had now without swapping (total memory where the system does not say)."""
+    total = total_memory()
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return total
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+            used = _read_int(Path("/sys/fs/cgroup/memory.current"))
+            return min(free, total - used) if used else min(free, total)
+    return total
+
+
+def source_commit() -> str | None:
+    """Commit of the checkout rstar2 is imported from ("+" if changed); None when installed."""
+    root = Path(rstar2.__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        head = _git(root, "rev-parse", "HEAD")
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", "src")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return head + ("+" if changed else "")
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=5, check=True
+    )
+    return done.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _gpu_driver() -> str | None:
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return None
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # absent, or the word "max"
+        return None

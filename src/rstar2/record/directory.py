@@ -1,0 +1,305 @@
+"""The one writer of a run directory (layout and invariants: rstar2.record)."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import yaml
+
+from rstar2 import environment
+from rstar2.config import Recipe
+from rstar2.errors import InvariantError, RecipeError, UserError
+from rstar2.record.files import Head, JsonLines, RunLock, write_aside
+from rstar2.record.read import (
+    GroupLine,
+    is_finished,
+    read_environment,
+    read_evaluations,
+    read_lines,
+    read_recipe,
+)
+from rstar2.types import Evaluation, Group, Selection, encode
+
+SCHEMA = 1
+MODES = ("greedy", "sampled")
+
+_MAY_CHANGE = ("codeenv.", "engine.urls", "learner.threads", "record.")
+"""Settings a resumed run may change: they say where it runs and what it keeps."""
+_SECRETS = frozenset({"codeenv.token"})
+
+
+def evaluation_stage(stage: str, mode: str) -> str:
+    """The name under which the trajectories of an evaluation are recorded."""
+    return f"eval-{stage}-{mode}"
+
+
+def filter_stage(stage: str) -> str:
+    """The name under which the trajectories of a stage's difficulty filter are recorded."""
+    return f"filter-{stage}"
+
+
+def stage_order(recipe: Recipe) -> tuple[str, ...]:
+    """All stage names of a run, in the order in which it passes them."""
+    names: list[str] = []
+    trained = ["sft", *(stage.name for stage in recipe.rl.stages)]
+    for name in trained:
+        names += [filter_stage(name), name, *(evaluation_stage(name, mode) for mode in MODES)]
+    return tuple(names)
+
+
+class RunDirectory:
+    """The one writer of a run directory. Use as a context manager, or call `close`."""
+
+    def __init__(self, path: Path, recipe: Recipe, lock: RunLock, *, resumed: bool) -> None:
+        self.path = path
+        self.recipe = recipe
+        self.lock = lock
+        self.resumed = resumed
+        self._order = {name: index for index, name in enumerate(stage_order(recipe))}
+        self._metrics = JsonLines(path / "metrics.jsonl")
+        self._evaluations = JsonLines(path / "evaluations.jsonl")
+        self._events = JsonLines(path / "events.jsonl")
+        self._groups = {
+            file.stem: JsonLines(file) for file in sorted((path / "trajectories").glob("*.jsonl"))
+        }
+        self._last: dict[str, int] = {}
+        self._load_last_steps()
+
+    @classmethod
+    def create_or_resume(
+        cls, path: Path | str, recipe: Recipe, *, fresh: bool = False
+    ) -> RunDirectory:
+        """Open `path` for one run of `recipe`: new, or going on where an earlier one stopped.
+
+        `fresh` removes what an earlier run left in the directory. Raises UserError if the
+        directory is in use, is not a run directory, or was made by another recipe.
+        """
+        path = Path(path).resolve()
+        _refuse_foreign(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = RunLock(path / ".lock")
+        except OSError as error:
+            raise UserError(f"run directory {path} cannot be written: {error.strerror}") from error
+        try:
+            if fresh:
+                _empty(path)
+            resumed = (path / "recipe.yaml").exists()
+            if resumed:
+                _check_same_run(path, recipe)
+            else:
+                about = {"schema": SCHEMA, "seed": recipe.seed, **environment.describe()}
+                write_aside(path / "environment.json", msgspec.json.format(encode(about)))
+            write_aside(path / "recipe.yaml", dump_recipe(recipe).encode())
+            run = cls(path, recipe, lock, resumed=resumed)
+        except BaseException:
+            lock.release()
+            raise
+        run.event("resumed" if resumed else "started", environment=environment.describe())
+        return run
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ----------------------------------------------------------------- writing
+
+    def metrics(self, stage: str, step: int, values: Mapping[str, Any]) -> None:
+        """Record a completed step and flush everything written so far."""
+        self._check_stage(stage)
+        if reserved := {"stage", "step", "time"} & values.keys():
+            raise InvariantError(f"metrics may not be named {sorted(reserved)}")
+        if step <= self._last.get(stage, 0):
+            raise InvariantError(
+                f"step {step} of {stage} is already recorded (last: {self._last[stage]}); "
+                "a resumed run must rewind first"
+            )
+        self._last[stage] = step
+        self._metrics.append({"stage": stage, "step": step, "time": time.time(), **values})
+        self.flush()
+
+    def trajectories(
+        self, stage: str, step: int, group: Group, selection: Selection | None = None
+    ) -> None:
+        """Record a group, with why each rollout was kept; no selection: the group was not used.
+
+        Evaluations and difficulty filters have no selection and keep all their rollouts.
+        """
+        self._check_stage(stage)
+        keep = self.recipe.record.trajectories
+        if keep == "none":
+            return
+        if keep == "kept" and not stage.startswith(("eval-", "filter-")):
+            if selection is None:
+                return
+            group = replace(
+                group, trajectories=tuple(group.trajectories[i] for i in selection.kept)
+            )
+        if stage not in self._groups:
+            self._groups[stage] = JsonLines(self.path / "trajectories" / f"{stage}.jsonl")
+        self._groups[stage].append(GroupLine(stage, step, time.time(), group, selection))
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Record a complete evaluation, after its trajectories."""
+        self._check_stage(evaluation_stage(evaluation.stage, evaluation.mode))
+        self._evaluations.append(evaluation)
+        self.flush()
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Record that something happened. Events are never rewound."""
+        self._events.append({"time": time.time(), "event": name, **fields})
+        self._events.flush()
+
+    def flush(self) -> None:
+        """Hand everything written to the system: it survives kill -9 from here on."""
+        for file in self._files():
+            file.flush()
+
+    def sync(self) -> None:
+        """Force everything onto the disk: it survives a power cut from here on."""
+        for file in self._files():
+            file.sync()
+
+    def close(self) -> None:
+        """Flush, close and let the directory go; idempotent."""
+        for file in self._files():
+            file.close()
+        self.lock.release()
+
+    # ----------------------------------------------------------------- resuming
+
+    def rewind(self, stage: str, step: int) -> int:
+        """Go back to the end of `step` of `stage`; returns how many lines were dropped.
+
+        Drops every line of later steps and later stages. Evaluations of a stage that is kept
+        whole survive if they were complete; half-done ones go.
+        """
+        self._check_stage(stage)
+        here = self._order[stage]
+
+        def later(name: str, number: int) -> bool:
+            order = self._order.get(name, len(self._order))
+            return order > here or (order == here and number > step)
+
+        dropped = self._metrics.drop(lambda head: later(head.stage, head.step))
+        dropped += self._evaluations.drop(lambda head: later(head.stage, head.step))
+        complete = {evaluation_stage(e.stage, e.mode) for e in read_evaluations(self.path)}
+        for name, file in self._groups.items():
+            if name not in complete:
+                dropped += file.drop(lambda head: later(head.stage, head.step))
+        self._load_last_steps()
+        if dropped:
+            self.event("rewound", stage=stage, step=step, lines=dropped)
+        return dropped
+
+    def evaluated(self, stage: str, mode: str) -> Evaluation | None:
+        """The recorded evaluation of a stage, if it was completed."""
+        for evaluation in read_evaluations(self.path):
+            if (evaluation.stage, evaluation.mode) == (stage, mode):
+                return evaluation
+        return None
+
+    @property
+    def finished(self) -> bool:
+        """Whether a run in this directory came to its end."""
+        return is_finished(self.path)
+
+    # ----------------------------------------------------------------- parts
+
+    def _files(self) -> list[JsonLines]:
+        return [*self._groups.values(), self._metrics, self._evaluations, self._events]
+
+    def _load_last_steps(self) -> None:
+        self._last = {}
+        for line in read_lines(self.path / "metrics.jsonl", Head):
+            self._last[line.stage] = max(line.step, self._last.get(line.stage, 0))
+
+    def _check_stage(self, stage: str) -> None:
+        if stage not in self._order:
+            known = ", ".join(self._order)
+            raise InvariantError(f"no stage {stage!r} in this recipe; its stages are: {known}")
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as YAML, secrets left out."""
+    values = recipe.model_dump(mode="json")
+    for secret in _SECRETS:
+        section, key = secret.split(".")
+        values[section].pop(key, None)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings and lists as {dotted.path: leaf}."""
+    if isinstance(values, Mapping) and values:
+        pairs = [(str(key), value) for key, value in values.items()]
+    elif isinstance(values, list | tuple) and values:
+        pairs = [(str(index), value) for index, value in enumerate(values)]
+    else:
+        return {prefix: values}
+    flat: dict[str, Any] = {}
+    for key, value in pairs:
+        flat |= flatten(value, f"{prefix}.{key}" if prefix else key)
+    return flat
+
+
+# --------------------------------------------------------------------------- opening
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Refuse to write among files that are not a run's."""
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise UserError(f"run directory {path} is a file: choose another with --run")
+    if (path / "recipe.yaml").exists() and (path / "environment.json").exists():
+        return
+    foreign = {p.name for p in path.iterdir()} - {".lock", "environment.json"}
+    foreign = {name for name in foreign if not name.endswith(".new")}
+    if foreign:
+        raise UserError(
+            f"{path} is not empty and not a run directory (it holds {sorted(foreign)[0]}): "
+            "choose another with --run"
+        )
+
+
+def _empty(path: Path) -> None:
+    """Remove what an earlier run left, the lock apart."""
+    (path / "recipe.yaml").unlink(missing_ok=True)  # first: half-removed is not a run
+    for child in path.iterdir():
+        if child.is_dir() and not child.is_symlink():
+            shutil.rmtree(child)
+        elif child.name != ".lock":
+            child.unlink()
+
+
+def _check_same_run(path: Path, recipe: Recipe) -> None:
+    """Refuse to go on with another recipe, naming what changed."""
+    schema = read_environment(path).get("schema")
+    if schema != SCHEMA:
+        raise UserError(f"{path} was written in format {schema}, this rstar2 writes {SCHEMA}")
+    old, new = flatten(read_recipe(path)), flatten(yaml.safe_load(dump_recipe(recipe)))
+    absent = object()
+    changed = [
+        key
+        for key in dict.fromkeys([*old, *new])
+        if old.get(key, absent) != new.get(key, absent) and not key.startswith(_MAY_CHANGE)
+    ]
+    if changed:
+        lines = [f"  {key}: {old.get(key, '-')} -> {new.get(key, '-')}" for key in changed[:8]]
+        if len(changed) > 8:
+            lines.append(f"  and {len(changed) - 8} more")
+        raise RecipeError(
+            f"{path} was started with another recipe:\n"
+            + "\n".join(lines)
+            + "\nput the old values back to go on with it, or start anew with --fresh"
+            " (removes it) or in another directory with --run"
+        )

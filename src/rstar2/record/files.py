@@ -1,0 +1,132 @@
+"""The mechanics under a run directory: append-only files of JSON lines, and the lock."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from rstar2.errors import UserError
+from rstar2.types import encode
+
+
+class Head(msgspec.Struct, frozen=True):
+    """The part of a line that says which step it belongs to."""
+
+    stage: str
+    step: int
+    mode: str = ""
+
+
+class JsonLines:
+    """An append-only file of JSON lines, cut back to its last whole line when opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: IO[bytes] = path.open("ab", buffering=1 << 20)
+        cut_torn_line(path)
+
+    def append(self, value: Any) -> None:
+        self._file.write(encode(value) + b"\n")
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def drop(self, unwanted: Callable[[Head], bool]) -> int:
+        """Remove the lines whose head is unwanted; the file is replaced whole or not at all."""
+        self._file.close()
+        aside = self.path.with_name(self.path.name + ".new")
+        dropped = 0
+        with self.path.open("rb") as old, aside.open("wb") as new:
+            for line in old:
+                if unwanted(msgspec.json.decode(line, type=Head)):
+                    dropped += 1
+                else:
+                    new.write(line)
+            new.flush()
+            os.fsync(new.fileno())
+        if dropped:
+            aside.replace(self.path)
+        else:
+            aside.unlink()
+        self._file = self.path.open("ab", buffering=1 << 20)
+        return dropped
+
+
+def cut_torn_line(path: Path) -> int:
+    """Cut the file back to the end of its last whole line; returns the bytes cut off."""
+    with path.open("rb+") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - (1 << 16))
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end < size:
+            file.truncate(end)
+    return size - end
+
+
+_HELD: weakref.WeakSet[RunLock] = weakref.WeakSet()
+
+
+class RunLock:
+    """An exclusive lock on a run directory, let go by the system when its process dies."""
+
+    def __init__(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.read(descriptor, 200).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise UserError(
+                f"run directory {path.parent} is in use by {holder or 'another process'}: "
+                "wait for it to end, stop it, or choose another directory with --run"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        started = time.strftime("%Y-%m-%d %H:%M:%S")
+        os.write(descriptor, f"process {os.getpid()} on {platform.node()}, {started}".encode())
+        self._descriptor: int | None = descriptor
+        _HELD.add(self)
+
+    def release(self) -> None:
+        """Let go; idempotent."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _release_in_child() -> None:
+    # A flock lives as long as any copy of its descriptor: a forked child would hold the lock
+    # beyond the death of the run, and a resumed run would be refused.
+    for lock in list(_HELD):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
+def write_aside(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all."""
+    aside = path.with_name(path.name + ".new")
+    aside.write_bytes(data)
+    aside.replace(path)
