@@ -1,0 +1,84 @@
+"""From resampled groups to a batch: advantages are settled here, before anything is packed, so no
+later split over micro-batches, mini-batches or ranks can change a group's statistics.
+
+Truncated rollouts stay in, with the reward that they have (0). Leaving them out of the loss
+(`overlong_filter`) and down-weighting repetition (`ngram_penalty`) exist as ablations only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rstar2.config import LossConfig
+from rstar2.errors import InvariantError
+from rstar2.grpo.advantage import advantages
+from rstar2.types import Batch, Group, Sample, Selection, Trajectory
+
+NGRAM = 20
+"""Sampled tokens in a row that count as repetition when they occur again."""
+
+
+def teaches(selection: Selection) -> bool:
+    """False where the kept rewards are all equal: their advantages are zero."""
+    return len({choice.reward for choice in selection.choices if choice.kept}) > 1
+
+
+def make_batch(step: int, pairs: Iterable[tuple[Group, Selection]], loss: LossConfig) -> Batch:
+    """Samples of the kept rollouts, group by group; groups that teach nothing are left out."""
+    samples: list[Sample] = []
+    for group, selection in pairs:
+        if group.id != selection.group_id or len(group.trajectories) != len(selection.choices):
+            raise InvariantError(f"selection of {selection.group_id} given for group {group.id}")
+        if teaches(selection):
+            samples += _samples(group, selection, loss)
+    return Batch(step, tuple(samples))
+
+
+def _samples(group: Group, selection: Selection, loss: LossConfig) -> Iterable[Sample]:
+    kept = [group.trajectories[i] for i in selection.kept]
+    rewards = [selection.choices[i].reward for i in selection.kept]
+    for trajectory, advantage in zip(kept, advantages(rewards), strict=True):
+        if loss.overlong_filter and trajectory.truncated:
+            continue
+        if not trajectory.sampled_tokens:
+            continue
+        if not trajectory.prompt_ids:
+            raise InvariantError(f"trajectory {trajectory.id} has no prompt to condition on")
+        if loss.ngram_penalty and advantage > 0:
+            advantage *= max(0.0, 1.0 - loss.ngram_penalty * repeated_share(trajectory))
+        yield Sample(
+            token_ids=trajectory.token_ids,
+            mask=trajectory.mask,
+            logprobs=trajectory.logprobs,
+            advantage=advantage,
+            group_id=group.id,
+            trajectory_id=trajectory.id,
+            version=trajectory.oldest_version or 0,
+        )
+
+
+def repeated_share(trajectory: Trajectory, n: int = NGRAM) -> float:
+    """Share of a rollout's n-grams of sampled tokens that occurred before in it."""
+    seen: set[tuple[int, ...]] = set()
+    total = repeated = 0
+    for turn in trajectory.turns:
+        for start in range(len(turn.sampled_ids) - n + 1):
+            gram = turn.sampled_ids[start : start + n]
+            total += 1
+            repeated += gram in seen
+            seen.add(gram)
+    return repeated / total if total else 0.0
+
+
+def split_minibatches(samples: Sequence[Sample], count: int) -> list[tuple[Sample, ...]]:
+    """Cut a batch into at most `count` runs of whole groups, as equal in groups as can be."""
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group_id, []).append(sample)
+    members = list(groups.values())
+    count = min(count, len(members))
+    parts = []
+    for part in range(count):
+        start, end = part * len(members) // count, (part + 1) * len(members) // count
+        parts.append(tuple(sample for group in members[start:end] for sample in group))
+    return parts

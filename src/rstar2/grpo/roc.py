@@ -1,0 +1,186 @@
+"""Resample on correct: which of a problem's 2G rollouts the policy learns from.
+
+A pure function of (group, config, seed): no I/O, no text, no torch (Invariant 6). Its inputs are
+fields: typed outcomes of tool calls, answer tags, turns and verified rewards.
+
+    failures   floor(n_neg * G / n) of them, uniformly: failure stays diverse
+    successes  the rest, without replacement, with weight 1 / (epsilon + p_err + p_format)
+
+    p_err      failed calls / calls; 0.5 where the model called no tool at all
+    p_format   1 without an answer tag, else min(1, (answer tags - 1) / turns), all turns counted
+
+Variants, for ablation: `roc` as above; `uniform` (G of all, at random); `none` (the first G: plain
+GRPO); `release` (the released code's choice: cleanest successes, first failures, two of each).
+A group of n <= G members, short because of infrastructure failures, is kept whole.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+
+from rstar2.config import RocConfig
+from rstar2.errors import UserError
+from rstar2.types import Choice, Group, Selection, Trajectory
+
+RELEASE_MINIMUM = 2
+"""The released code keeps at least this many of each kind where they exist."""
+
+WHOLE = "group not larger than G: all kept"
+NO_REWARD = "no reward: lost to infrastructure"
+FIRST, BEYOND = "among the first G", "beyond the first G"
+UNIFORM, NOT_UNIFORM = "drawn uniformly", "not drawn uniformly"
+POSITIVE, NOT_POSITIVE = "success: drawn by cleanliness", "success: not drawn"
+NEGATIVE, NOT_NEGATIVE = "failure: drawn uniformly", "failure: not drawn"
+CLEANEST, NOT_CLEANEST = "success: among the cleanest", "success: less clean than those kept"
+FIRST_NEGATIVE, LATER_NEGATIVE = "failure: among the first", "failure: after those kept"
+
+_REASONS = {
+    "none": {True: (FIRST, BEYOND), False: (FIRST, BEYOND)},
+    "uniform": {True: (UNIFORM, NOT_UNIFORM), False: (UNIFORM, NOT_UNIFORM)},
+    "roc": {True: (POSITIVE, NOT_POSITIVE), False: (NEGATIVE, NOT_NEGATIVE)},
+    "release": {True: (CLEANEST, NOT_CLEANEST), False: (FIRST_NEGATIVE, LATER_NEGATIVE)},
+}
+
+
+def error_penalty(failed_calls: int, calls: int) -> float:
+    """p_err: share of failed calls; 0.5 if there was no call."""
+    return failed_calls / calls if calls else 0.5
+
+
+def format_penalty(answer_tags: int, turns: int) -> float:
+    """p_format: 1 without an answer tag, else the surplus of tags per turn, at most 1."""
+    if answer_tags == 0:
+        return 1.0
+    return min(1.0, (answer_tags - 1) / max(turns, 1))
+
+
+def penalties(trajectory: Trajectory) -> tuple[float, float]:
+    """(p_err, p_format) of one rollout, from its typed fields."""
+    return (
+        error_penalty(trajectory.failed_calls, trajectory.calls),
+        format_penalty(trajectory.answer_tags, len(trajectory.turns)),
+    )
+
+
+def quotas(
+    positives: int, negatives: int, keep: int, min_positives: int = 1, min_negatives: int = 1
+) -> tuple[int, int]:
+    """(successes, failures) to keep of a group; they add up to min(keep, members).
+
+    Failures get floor(negatives * keep / members), raised to their minimum; then successes their
+    minimum, which wins where both do not fit. A minimum never exceeds what exists.
+    """
+    members = positives + negatives
+    keep = min(keep, members)
+    if keep == 0:
+        return 0, 0
+    failures = max(negatives * keep // members, min(min_negatives, negatives))
+    failures = min(failures, keep - min(min_positives, positives, keep))
+    failures = max(failures, keep - positives)
+    return keep - failures, failures
+
+
+def draw(weights: Sequence[float], count: int, rng: random.Random) -> list[int]:
+    """Draw `count` indices without replacement, one after another, each by its share of weight.
+
+    Exponential keys give exactly that law: the smallest of E_i / w_i is i with probability
+    w_i / sum(w), and what remains is memoryless.
+    """
+    keys = [rng.expovariate(1.0) / weight for weight in weights]
+    return sorted(range(len(weights)), key=keys.__getitem__)[:count]
+
+
+def resample_on_correct(
+    rewards: Sequence[float],
+    penalties: Sequence[float],
+    keep: int,
+    seed: int | str,
+    *,
+    epsilon: float = 0.05,
+    min_positives: int = 1,
+    min_negatives: int = 1,
+    threshold: float = 0.5,
+) -> list[int]:
+    """Indices of the rollouts of one problem to learn from, in their order.
+
+    Works on plain numbers, so that any trainer can use it: `rewards` above `threshold` are
+    successes, `penalties` is p_err + p_format of each rollout.
+    """
+    if len(rewards) != len(penalties):
+        raise UserError(f"{len(rewards)} rewards but {len(penalties)} penalties")
+    if keep < 1:
+        raise UserError(f"keep={keep}: at least one rollout must be kept")
+    rng = random.Random(str(seed))
+    positives = [i for i, reward in enumerate(rewards) if reward > threshold]
+    negatives = [i for i, reward in enumerate(rewards) if not reward > threshold]
+    k_pos, k_neg = quotas(len(positives), len(negatives), keep, min_positives, min_negatives)
+    weights = [1.0 / (epsilon + penalties[i]) for i in positives]
+    kept = [positives[i] for i in draw(weights, k_pos, rng)]
+    kept += rng.sample(negatives, k_neg)
+    return sorted(kept)
+
+
+def select(group: Group, config: RocConfig, seed: int) -> Selection:
+    """Choose the rollouts of one group to learn from; every choice carries its reason."""
+    members = [i for i, t in enumerate(group.trajectories) if t.reward is not None]
+    p_err, p_format = zip(*(penalties(t) for t in group.trajectories), strict=True)
+    p_total = [
+        p_err[i] * config.penalise_errors + p_format[i] * config.penalise_format for i in members
+    ]
+    correct = [group.trajectories[i].correct for i in members]
+    whole = len(members) <= config.kept
+    chosen = (
+        range(len(members))
+        if whole
+        else _choose(correct, p_total, config, random.Random(f"{seed}/{group.id}"))
+    )
+    kept = {members[i] for i in chosen}
+    total = dict(zip(members, p_total, strict=True))
+
+    choices = []
+    for i, trajectory in enumerate(group.trajectories):
+        if trajectory.reward is None:
+            choices.append(Choice(trajectory.id, False, NO_REWARD, 0.0, p_err[i], p_format[i], 0.0))
+            continue
+        weighted = config.variant == "roc" and trajectory.correct
+        choices.append(
+            Choice(
+                trajectory_id=trajectory.id,
+                kept=i in kept,
+                reason=WHOLE
+                if whole
+                else _REASONS[config.variant][trajectory.correct][0 if i in kept else 1],
+                reward=trajectory.reward.value,
+                p_err=p_err[i],
+                p_format=p_format[i],
+                weight=1.0 / (config.epsilon + total[i]) if weighted else 1.0,
+            )
+        )
+    return Selection(group.id, config.variant, tuple(choices))
+
+
+def _choose(
+    correct: Sequence[bool], p_total: Sequence[float], config: RocConfig, rng: random.Random
+) -> Iterable[int]:
+    """Positions to keep of a group that is larger than G."""
+    if config.variant == "none":
+        return range(config.kept)
+    if config.variant == "uniform":
+        return rng.sample(range(len(correct)), config.kept)
+    if config.variant == "roc":
+        return resample_on_correct(
+            [float(c) for c in correct],
+            p_total,
+            config.kept,
+            rng.getrandbits(64),
+            epsilon=config.epsilon,
+            min_positives=config.min_positives,
+            min_negatives=config.min_negatives,
+        )
+    positives = sorted((i for i, c in enumerate(correct) if c), key=p_total.__getitem__)
+    negatives = [i for i, c in enumerate(correct) if not c]
+    k_pos, k_neg = quotas(
+        len(positives), len(negatives), config.kept, RELEASE_MINIMUM, RELEASE_MINIMUM
+    )
+    return positives[:k_pos] + negatives[:k_neg]
