@@ -300,6 +300,8 @@ class Trajectory:
     answer_tags: int = 0
     text: str = ""
     """Decoded completion (turns and tool responses), for people; never read by policies."""
+    answer: str | None = None
+    """Content of the last \\boxed{} in the last <answer> that the model sampled; what is graded."""
     reward: Reward | None = None
     failure: Failure | None = None
     started_at: float = 0.0
