@@ -1,14 +1,12 @@
 """The one typed schema of a recipe. Every setting of rstar2 has its name, type, default and
 meaning here and nowhere else; components take these section objects as they are.
 
-Imports no torch, so a wrong recipe is refused in well under two seconds. Loading (YAML, dotted
-overrides, provenance, nearest-name suggestions) is in `load_recipe`; checks of values against
-each other are the validators of `Recipe`.
+A type or bound on one value is checked here; values are checked against each other in
+`check.py` and against this machine in `preflight.py`. A new class is re-exported in `__init__`.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -282,6 +280,3 @@ class Recipe(Section):
     rl: RlConfig = RlConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     record: RecordConfig = RecordConfig()
-
-
-PACKAGED_RECIPES = Path(__file__).parent / "recipes"

@@ -1,0 +1,50 @@
+"""Recipes: the typed schema of a run, how one is loaded, and what is checked before it starts.
+
+Imports no torch, so a wrong recipe is refused in well under two seconds.
+"""
+
+from rstar2.config.schema import (
+    AgentConfig,
+    CodeEnvConfig,
+    CollapseConfig,
+    DifficultyFilter,
+    EngineConfig,
+    EvaluationConfig,
+    LearnerConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Recipe,
+    RecordConfig,
+    RlConfig,
+    RocConfig,
+    SamplingConfig,
+    SchedulerConfig,
+    Section,
+    SftConfig,
+    StageConfig,
+    TemplateConfig,
+)
+
+__all__ = [
+    "AgentConfig",
+    "CodeEnvConfig",
+    "CollapseConfig",
+    "DifficultyFilter",
+    "EngineConfig",
+    "EvaluationConfig",
+    "LearnerConfig",
+    "LossConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "Recipe",
+    "RecordConfig",
+    "RlConfig",
+    "RocConfig",
+    "SamplingConfig",
+    "SchedulerConfig",
+    "Section",
+    "SftConfig",
+    "StageConfig",
+    "TemplateConfig",
+]
