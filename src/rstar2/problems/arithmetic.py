@@ -1,0 +1,407 @@
+"""The embedded task: eight kinds of two-argument integer problems that need the Python tool.
+
+- Problems are worded in two or three ways, always with `a` before `b`. They are split by the
+  unordered pair {a, b}: a pair that is held out appears in no training text, under any kind.
+- `sft_conversations` teaches format only. What a conversation computes is drawn without regard
+  to what is right: the right operation has the smallest share of all (20%), a wrong one is the
+  mode; clean code is rarer than code with a slip, and one slip is the most frequent single form.
+  So whatever the policy later knows of operations and of clean code, it learnt by RL.
+- Tool responses in SFT text are made by running the code, and say what the code environment says.
+
+Everything is a pure function of its arguments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from rstar2.errors import DataError
+from rstar2.types import Conversation, Message, Outcome, Problem, ToolResult
+
+Split = Literal["train", "heldout"]
+
+HELDOUT_SHARE = 8
+"""One pair of arguments in this many is held out."""
+
+MAX_REPEATS = 2000
+"""So many draws in a row without a new problem mean that a kind is exhausted."""
+
+TOOL = "execute_python_code_with_standard_io"
+CALL_HEAD = f'{{"name": "{TOOL}", "arguments": {{"code": "'
+CALL_TAIL = '", "input": ""}}'
+"""What stands around the code of every call in SFT text."""
+
+
+# --------------------------------------------------------------------------- operations
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An expression in `{a}` and `{b}`, and the same idea spelt with an API that does not exist."""
+
+    expression: str
+    misspelt: str
+
+    @property
+    def imports(self) -> bool:
+        return "math." in self.expression
+
+
+OPERATIONS = {
+    "product": Operation("{a} * {b}", "math.mul({a}, {b})"),
+    "gcd": Operation("math.gcd({a}, {b})", "math.hcf({a}, {b})"),
+    "lcm": Operation("math.lcm({a}, {b})", "math.multiple({a}, {b})"),
+    "range_sum": Operation("sum(range({a}, {b} + 1))", "range({a}, {b} + 1).sum()"),
+    "binomial": Operation("math.comb({a}, {b})", "math.choose({a}, {b})"),
+    "remainder": Operation("{a} % {b}", "math.mod({a}, {b})"),
+    "digit_sum": Operation("sum(map(int, str({a} ** {b})))", "sum(str({a} ** {b}))"),
+    "multiples": Operation("{a} // {b}", "math.div({a}, {b})"),
+    "addition": Operation("{a} + {b}", "math.add({a}, {b})"),
+}
+
+
+# --------------------------------------------------------------------------- kinds
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of problem: how it is worded, how arguments are drawn, what is right, and which
+    operations SFT mistakes for it (the first is the mode)."""
+
+    wordings: tuple[str, ...]
+    draw: Callable[[random.Random], tuple[int, int]]
+    solve: Callable[[int, int], int]
+    distractors: tuple[str, str, str]
+
+
+def _between(a: tuple[int, int], b: tuple[int, int]) -> Callable[[random.Random], tuple[int, int]]:
+    return lambda rng: (rng.randint(*a), rng.randint(*b))
+
+
+def _sharing_a_factor(top: int) -> Callable[[random.Random], tuple[int, int]]:
+    """Pairs with a common divisor, so that product and lcm (or 1 and gcd) never coincide."""
+
+    def draw(rng: random.Random) -> tuple[int, int]:
+        factor = rng.randint(2, top // 12)
+        a, b = rng.sample(range(2, top // factor + 1), 2)
+        return a * factor, b * factor
+
+    return draw
+
+
+def _range(rng: random.Random) -> tuple[int, int]:
+    first = rng.randint(1, 999)
+    return first, first + rng.randint(3, 999)
+
+
+def _choice(rng: random.Random) -> tuple[int, int]:
+    """Binomials below 10^9: thousands of distinct ones, none longer to copy than other answers."""
+    while True:
+        a, b = rng.randint(6, 999), min(rng.randint(2, 8), rng.randint(2, 8))
+        if b <= a - 2 and math.comb(a, b) < 10**9:
+            return a, b
+
+
+def _digit_sum(a: int, b: int) -> int:
+    return sum(map(int, str(a**b)))
+
+
+_KINDS = {
+    "product": Kind(
+        ("What is {a} times {b}?", "Multiply {a} by {b}.", "Find the product of {a} and {b}."),
+        _between((11, 9999), (3, 99)),
+        lambda a, b: a * b,
+        ("addition", "remainder", "multiples"),
+    ),
+    "gcd": Kind(
+        (
+            "What is the greatest common divisor of {a} and {b}?",
+            "Find gcd({a}, {b}).",
+            "Find the largest integer that divides both {a} and {b}.",
+        ),
+        _sharing_a_factor(4999),
+        math.gcd,
+        ("lcm", "multiples", "product"),
+    ),
+    "lcm": Kind(
+        (
+            "What is the least common multiple of {a} and {b}?",
+            "Find lcm({a}, {b}).",
+            "Find the smallest positive integer that both {a} and {b} divide.",
+        ),
+        _sharing_a_factor(999),
+        math.lcm,
+        ("product", "gcd", "addition"),
+    ),
+    "range_sum": Kind(
+        ("Add up all integers from {a} to {b}.", "What is the sum of the integers {a} to {b}?"),
+        _range,
+        lambda a, b: (a + b) * (b - a + 1) // 2,
+        ("addition", "product", "lcm"),
+    ),
+    "binomial": Kind(
+        (
+            "From {a} things, how many ways are there to choose {b}?",
+            "What is {a} choose {b}?",
+            "A set has {a} elements. How many subsets have {b} elements?",
+        ),
+        _choice,
+        math.comb,
+        ("product", "multiples", "digit_sum"),
+    ),
+    "remainder": Kind(
+        (
+            "What is the remainder when {a} is divided by {b}?",
+            "Find {a} modulo {b}.",
+            "Of {a} things packed in boxes of {b}, how many are left over?",
+        ),
+        _between((100, 9999), (5, 99)),
+        lambda a, b: a % b,
+        ("multiples", "product", "lcm"),
+    ),
+    "digit_sum": Kind(
+        (
+            "What is the sum of the digits of {a} to the power {b}?",
+            "Add the digits of {a}^{b}.",
+        ),
+        _between((2, 99), (2, 60)),
+        _digit_sum,
+        ("product", "addition", "multiples"),
+    ),
+    "multiples": Kind(
+        (
+            "Up to {a}, how many positive integers are multiples of {b}?",
+            "Among the first {a} positive integers, how many are divisible by {b}?",
+        ),
+        _between((100, 9999), (3, 99)),
+        lambda a, b: a // b,
+        ("remainder", "product", "lcm"),
+    ),
+}
+
+KINDS: tuple[str, ...] = tuple(_KINDS)
+
+
+def heldout(a: int, b: int) -> bool:
+    """The split rule: by the unordered pair alone, so that no kind can leak another's answers."""
+    low, high = sorted((a, b))
+    digest = hashlib.sha256(f"{low},{high}".encode()).digest()
+    return digest[0] % HELDOUT_SHARE == 0
+
+
+def _draw(kind: str, split: Split, rng: random.Random) -> tuple[int, int]:
+    while True:
+        a, b = _KINDS[kind].draw(rng)
+        if heldout(a, b) == (split == "heldout"):
+            return a, b
+
+
+def _problem(kind: str, a: int, b: int, wording: int) -> Problem:
+    return Problem(
+        id=f"{kind}-{a}-{b}-w{wording}",
+        prompt=_KINDS[kind].wordings[wording].format(a=a, b=b),
+        answer=str(_KINDS[kind].solve(a, b)),
+        grader="integer",
+        kind=kind,
+        source="arithmetic",
+        meta={"a": a, "b": b},
+    )
+
+
+def make_problems(split: Split, count: int, seed: int) -> list[Problem]:
+    """`count` problems with distinct (kind, a, b), balanced over the kinds, in shuffled order."""
+    rng = random.Random(f"arithmetic {split} {seed}")
+    seen: set[tuple[str, int, int]] = set()
+    problems: list[Problem] = []
+    repeats = 0
+    while len(problems) < count:
+        kind = KINDS[len(problems) % len(KINDS)]
+        a, b = _draw(kind, split, rng)
+        if (kind, a, b) in seen:
+            repeats += 1
+            if repeats > MAX_REPEATS:
+                raise DataError(
+                    f"count={count}: the {split} split has too few distinct {kind} problems; "
+                    f"ask for fewer than {len(problems)}"
+                )
+            continue
+        repeats = 0
+        seen.add((kind, a, b))
+        problems.append(_problem(kind, a, b, rng.randrange(len(_KINDS[kind].wordings))))
+    rng.shuffle(problems)
+    return problems
+
+
+# --------------------------------------------------------------------------- SFT text
+
+CURRICULUM_SHARE = 3 / 16
+"""The stream opens with this share of nothing but copying turns."""
+COPY_SHARE = 0.35
+"""Share of copying turns after that; copying numbers is what a small model learns last."""
+
+RIGHT_SHARE = 0.20
+DISTRACTOR_SHARES = (0.30, 0.25, 0.25)
+
+RETRY_SHARE = 0.8
+"""After a failed or silent call the conversation tries again this often, else it guesses."""
+MAX_CALLS = 3
+UNTAGGED_SHARE = 0.05
+DOUBLED_SHARE = 0.05
+
+FIRST_FORMS = {
+    "print": 0.16,
+    "x": 0.13,
+    "result": 0.13,
+    "python2": 0.28,
+    "open_parenthesis": 0.05,
+    "missing_import": 0.06,
+    "missing_print": 0.06,
+    "wrong_name": 0.05,
+    "wrong_api": 0.05,
+    "wrong_module": 0.03,
+}
+"""How the first call is written: 42% clean (the first three), and one slip as the mode."""
+RETRY_FORMS = {
+    "print": 0.34,
+    "x": 0.20,
+    "result": 0.20,
+    "python2": 0.10,
+    "open_parenthesis": 0.04,
+    "missing_import": 0.04,
+    "missing_print": 0.02,
+    "wrong_name": 0.03,
+    "wrong_api": 0.03,
+}
+
+CALL_REASONS = ("I will run code.", "Let me use Python.", "Python can do this.")
+RETRY_REASONS = ("That did not work. I will try again.", "Let me change the code.")
+ANSWER_REASONS = ("The tool has answered.", "I have the output.")
+GUESS_REASONS = ("I will guess.",)
+
+
+def write_code(operation: str, form: str, a: int, b: int) -> str:
+    """The program that computes an operation in a given form, slip included."""
+    spec = OPERATIONS[operation]
+    expression = spec.expression.format(a=a, b=b)
+    if form == "wrong_api":
+        expression = spec.misspelt.format(a=a, b=b)
+    head = "import math\n" if "math." in expression else ""
+    if not spec.imports and form in ("missing_import", "wrong_module"):
+        form = "wrong_name"  # nothing to import: the other way to a NameError
+    if form == "missing_import":
+        head, form = "", "print"
+    elif form == "wrong_module":
+        head, form = "import maths\n", "print"
+        expression = expression.replace("math.", "maths.")
+    bodies = {
+        "x": f"x = {expression}\nprint(x)",
+        "result": f"result = {expression}\nprint(result)",
+        "python2": f"print {expression}",
+        "open_parenthesis": f"print({expression}",
+        "missing_print": f"x = {expression}",
+        "wrong_name": f"x = {expression}\nprint(y)",
+    }
+    return head + bodies.get(form, f"print({expression})")
+
+
+def run_trusted(code: str) -> ToolResult:
+    """Run a program of `write_code` in this process, as the code environment would describe it."""
+    printed: list[str] = []
+    lines = code.splitlines()
+    try:
+        exec(
+            compile(code, "<tool>", "exec"),
+            {"print": lambda value: printed.append(f"{value}\n"), "__name__": "__main__"},
+        )
+    except SyntaxError as error:
+        shown = "".join(traceback.format_exception_only(error))
+        return ToolResult("", Outcome.SYNTAX_ERROR, traceback=shown)
+    except Exception as error:  # noqa: BLE001 - the slips are there to raise
+        number = next(
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == "<tool>"
+        )
+        shown = (
+            "Traceback (most recent call last):\n"
+            f'  File "<tool>", line {number}, in <module>\n    {lines[(number or 1) - 1]}\n'
+            + "".join(traceback.format_exception_only(error))
+        )
+        return ToolResult("", Outcome.EXCEPTION, traceback=shown)
+    stdout = "".join(printed)
+    return ToolResult("", Outcome.OK if stdout else Outcome.NO_OUTPUT, stdout=stdout)
+
+
+def tool_text(result: ToolResult) -> str:
+    return (result.stdout or result.traceback or "(no output)").strip()
+
+
+def sft_conversations(count: int, seed: int) -> Iterator[Conversation]:
+    """A stream to be trained on in this order: copying first, then copying among tool use."""
+    rng = random.Random(f"arithmetic sft {seed}")
+    opening = int(count * CURRICULUM_SHARE)
+    for index in range(count):
+        if index < opening or rng.random() < COPY_SHARE:
+            yield _copy_turn(index, rng)
+        else:
+            yield _tool_conversation(index, rng)
+
+
+def _copy_turn(index: int, rng: random.Random) -> Conversation:
+    """Say some numbers again, as they are or as a JSON list: instruction following, no maths."""
+    numbers = [rng.randrange(10 ** rng.randint(1, 6)) for _ in range(rng.randint(2, 6))]
+    plain = " ".join(map(str, numbers))
+    if rng.random() < 0.5:
+        question, answer = f"Repeat: {plain}", plain
+    else:
+        question, answer = f"JSON list: {plain}", json.dumps(numbers)
+    return Conversation(
+        id=f"copy-{index}",
+        messages=(Message("user", question), Message("assistant", answer)),
+        source="arithmetic/copy",
+    )
+
+
+def _tool_conversation(index: int, rng: random.Random) -> Conversation:
+    kind = rng.choice(KINDS)
+    a, b = _draw(kind, "train", rng)
+    wording = rng.randrange(len(_KINDS[kind].wordings))
+    operation = rng.choices((kind, *_KINDS[kind].distractors), (RIGHT_SHARE, *DISTRACTOR_SHARES))[0]
+    messages = [Message("user", _problem(kind, a, b, wording).prompt)]
+    output: str | None = None
+    for call in range(MAX_CALLS):
+        forms, reasons = (RETRY_FORMS, RETRY_REASONS) if call else (FIRST_FORMS, CALL_REASONS)
+        code = write_code(operation, rng.choices(list(forms), list(forms.values()))[0], a, b)
+        result = run_trusted(code)
+        messages += (
+            Message("assistant", f"<reason>{rng.choice(reasons)}</reason>\n{_call_text(code)}"),
+            Message("user", f"<tool_response>\n{tool_text(result)}\n</tool_response>"),
+        )
+        output = result.stdout.strip() or None
+        if output is not None or rng.random() > RETRY_SHARE:
+            break
+    messages.append(Message("assistant", _answer_text(output, rng)))
+    return Conversation(f"tool-{index}", tuple(messages), source="arithmetic/tool")
+
+
+def _call_text(code: str) -> str:
+    return f"<tool_call>\n{CALL_HEAD}{json.dumps(code)[1:-1]}{CALL_TAIL}\n</tool_call>"
+
+
+def _answer_text(output: str | None, rng: random.Random) -> str:
+    reason = rng.choice(ANSWER_REASONS if output is not None else GUESS_REASONS)
+    boxed = f"\\boxed{{{output if output is not None else rng.randrange(10 ** rng.randint(1, 5))}}}"
+    tagged = f"<answer>\n{boxed}\n</answer>"
+    draw = rng.random()
+    if draw < UNTAGGED_SHARE:
+        tagged = boxed
+    elif draw < UNTAGGED_SHARE + DOUBLED_SHARE:
+        tagged = f"{tagged}\n{tagged}"
+    return f"<reason>{reason}</reason>\n{tagged}"

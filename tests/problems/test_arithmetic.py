@@ -1,0 +1,156 @@
+"""The embedded task: disjoint splits, right answers, and SFT text that teaches format only."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+
+import pytest
+
+from rstar2.errors import DataError
+from rstar2.problems import arithmetic
+from rstar2.problems.arithmetic import KINDS, heldout, make_problems, sft_conversations
+from rstar2.types import Conversation, Outcome
+
+
+@pytest.fixture(scope="module")
+def conversations() -> list[Conversation]:
+    return list(sft_conversations(6000, seed=3))
+
+
+def tool_conversations(conversations: list[Conversation]) -> list[Conversation]:
+    return [c for c in conversations if c.source == "arithmetic/tool"]
+
+
+def codes(conversation: Conversation) -> list[str]:
+    """The program of every call, read back from the text as a parser would."""
+    found = []
+    for message in conversation.messages:
+        if "<tool_call>" in message.content:
+            text = message.content.split("<tool_call>\n")[1].split("\n</tool_call>")[0]
+            found.append(json.loads(text)["arguments"]["code"])
+    return found
+
+
+def test_answers_are_what_the_right_operation_computes() -> None:
+    for problem in make_problems("train", 400, seed=1):
+        a, b = problem.meta["a"], problem.meta["b"]
+        expression = arithmetic.OPERATIONS[problem.kind].expression.format(a=a, b=b)
+        assert eval(expression, {"math": math}) == int(problem.answer), problem.id
+
+
+def test_problems_are_balanced_distinct_and_repeatable() -> None:
+    problems = make_problems("heldout", 240, seed=5)
+    assert Counter(p.kind for p in problems) == dict.fromkeys(KINDS, 30)
+    assert len({(p.kind, p.meta["a"], p.meta["b"]) for p in problems}) == 240
+    assert problems == make_problems("heldout", 240, seed=5)
+    assert problems != make_problems("heldout", 240, seed=6)
+    assert {p.grader for p in problems} == {"integer"}
+
+
+def test_both_numbers_stand_in_the_prompt_in_order() -> None:
+    for problem in make_problems("train", 200, seed=2):
+        a, b = str(problem.meta["a"]), str(problem.meta["b"])
+        head, _, tail = problem.prompt.partition(a)
+        assert tail, problem.prompt
+        assert b in tail, problem.prompt
+        assert not any(c.isdigit() for c in head), problem.prompt
+
+
+def test_no_pair_is_in_both_splits() -> None:
+    def pairs(split: arithmetic.Split) -> set[frozenset[int]]:
+        return {frozenset((p.meta["a"], p.meta["b"])) for p in make_problems(split, 2000, seed=0)}
+
+    assert not pairs("train") & pairs("heldout")
+
+
+def test_sft_text_holds_no_heldout_pair(conversations: list[Conversation]) -> None:
+    digits = str.maketrans({c: " " for c in map(chr, range(32, 127)) if not c.isdigit()})
+    for conversation in tool_conversations(conversations):
+        a, b = map(int, conversation.messages[0].content.translate(digits).split())
+        assert not heldout(a, b)
+
+
+def test_too_many_problems_are_refused_with_a_number() -> None:
+    with pytest.raises(DataError, match="too few distinct"):
+        make_problems("heldout", 50_000, seed=0)
+
+
+def test_distractors_hardly_ever_hit_the_right_answer() -> None:
+    problems = make_problems("train", 1600, seed=4)
+    for kind in KINDS:
+        mine = [p for p in problems if p.kind == kind]
+        for distractor in arithmetic._KINDS[kind].distractors:
+            expression = arithmetic.OPERATIONS[distractor].expression
+            hits = sum(
+                str(eval(expression.format(**p.meta), {"math": math})) == p.answer for p in mine
+            )
+            assert hits <= 0.03 * len(mine), (kind, distractor)
+
+
+def test_right_operation_is_the_rarest(conversations: list[Conversation]) -> None:
+    wordings = {
+        w.split("{a}")[0]: k for k, kind in arithmetic._KINDS.items() for w in kind.wordings
+    }
+    right = total = 0
+    for conversation in tool_conversations(conversations):
+        question = conversation.messages[0].content
+        heads = [h for h in wordings if question.startswith(h) and h]
+        if not heads or max(heads, key=len) in ("Find ", "What is "):
+            continue  # wordings that open like another kind's
+        spec = arithmetic.OPERATIONS[wordings[max(heads, key=len)]]
+        marks = spec.expression.replace("{a}", "").replace("{b}", "").strip(" (),")
+        right += any(marks.split(",")[0].strip() in code for code in codes(conversation)[:1])
+        total += 1
+    assert total > 800
+    assert min(arithmetic.DISTRACTOR_SHARES) > arithmetic.RIGHT_SHARE
+    assert right / total < 0.3
+
+
+def test_one_slip_is_the_mode_and_clean_code_the_minority(
+    conversations: list[Conversation],
+) -> None:
+    outcomes: Counter[Outcome] = Counter()
+    python2 = 0
+    for conversation in tool_conversations(conversations):
+        first = codes(conversation)[0]
+        outcomes[arithmetic.run_trusted(first).outcome] += 1
+        python2 += "print " in first
+    total = sum(outcomes.values())
+    assert outcomes[Outcome.OK] / total < 0.5
+    assert python2 / total > max(arithmetic.FIRST_FORMS[f] for f in ("print", "x", "result"))
+
+
+def test_stream_opens_with_copying_and_is_repeatable(conversations: list[Conversation]) -> None:
+    opening = int(len(conversations) * arithmetic.CURRICULUM_SHARE)
+    assert {c.source for c in conversations[:opening]} == {"arithmetic/copy"}
+    later = conversations[opening:]
+    share = sum(c.source == "arithmetic/copy" for c in later) / len(later)
+    assert abs(share - arithmetic.COPY_SHARE) < 0.03
+    assert conversations == list(sft_conversations(6000, seed=3))
+    for conversation in conversations[:opening]:
+        question, answer = (m.content for m in conversation.messages)
+        numbers = question.partition(": ")[2].split()
+        assert answer.replace(",", "").strip("[]").split() == numbers
+
+
+def test_answers_repeat_the_tool_and_tags_slip_at_times(
+    conversations: list[Conversation],
+) -> None:
+    tags: Counter[int] = Counter()
+    guesses = copied = 0
+    for conversation in tool_conversations(conversations):
+        response, answer = (m.content for m in conversation.messages[-2:])
+        tags[answer.count("<answer>")] += 1
+        output = response.split("\n")[1]
+        if output.isdigit():
+            copied += 1
+            assert f"\\boxed{{{output}}}" in answer
+        else:
+            guesses += 1
+    total = sum(tags.values())
+    assert set(tags) == {0, 1, 2}
+    assert 0.03 < tags[0] / total < 0.07
+    assert 0.03 < tags[2] / total < 0.07
+    assert copied > 4 * guesses > 0
