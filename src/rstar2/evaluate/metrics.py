@@ -1,0 +1,105 @@
+"""From graded rollouts to figures with intervals. Pure, and seeded where it resamples.
+
+A problem is the unit of independence: k answers to one problem are averaged first (avg@k), and the
+interval is taken over problems. With one answer a problem it is Wilson's; else a percentile
+bootstrap over problems, which needs no assumption on how the k answers hang together.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from rstar2.types import Estimate, Evaluation, Group, Trajectory
+
+Z95 = 1.959963984540054
+RESAMPLES = 2000
+
+
+def wilson(successes: float, count: int) -> Estimate:
+    """A share with Wilson's 95% interval, which stays inside [0, 1] and has width at 0 and 1."""
+    if count == 0:
+        return Estimate(math.nan, 0.0, 1.0, 0)
+    share = successes / count
+    z2 = Z95 * Z95
+    centre = (share + z2 / (2 * count)) / (1 + z2 / count)
+    half = Z95 / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2))
+    return Estimate(share, max(0.0, centre - half), min(1.0, centre + half), count)
+
+
+def bootstrap(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> Estimate:
+    """A mean with its 95% percentile bootstrap interval over the values."""
+    count = len(values)
+    if count == 0:
+        return Estimate(math.nan, math.nan, math.nan, 0)
+    mean = math.fsum(values) / count
+    if len(set(values)) == 1:
+        return Estimate(mean, mean, mean, count)
+    rng = random.Random(seed)
+    means = sorted(math.fsum(rng.choices(values, k=count)) / count for _ in range(resamples))
+    tail = int(0.025 * resamples)
+    return Estimate(mean, means[tail], means[-tail - 1], count)
+
+
+def average_at_k(groups: Iterable[Group]) -> Estimate:
+    """Mean over problems of the share of correct answers; problems without a reward are out."""
+    rewards = [group.rewards for group in groups if group.rewards]
+    if all(len(r) == 1 for r in rewards):
+        return wilson(sum(r[0] for r in rewards), len(rewards))
+    means = [math.fsum(r) / len(r) for r in rewards]
+    if len(set(means)) == 1:  # the bootstrap cannot see beyond what it has: fall back on Wilson
+        return wilson(means[0] * len(means), len(means))
+    return bootstrap(means)
+
+
+def pass_at_k(groups: Iterable[Group], k: int) -> Estimate:
+    """Mean over problems of the unbiased estimate that one of k answers is correct."""
+    shares = []
+    for group in groups:
+        n, c = len(group.rewards), sum(r > 0.5 for r in group.rewards)
+        if n >= k:
+            shares.append(1.0 - math.comb(n - c, k) / math.comb(n, k))
+    return bootstrap(shares)
+
+
+def ratio(numerator: float, denominator: float) -> float | None:
+    """A share, or None where there is nothing to share."""
+    return numerator / denominator if denominator else None
+
+
+def failing_calls(trajectories: Iterable[Trajectory]) -> float | None:
+    """Failed calls / calls; None if there was no call."""
+    found = tuple(trajectories)
+    return ratio(sum(t.failed_calls for t in found), sum(t.calls for t in found))
+
+
+def mean(values: Iterable[float]) -> float:
+    """Arithmetic mean; 0.0 of nothing."""
+    found = tuple(values)
+    return math.fsum(found) / len(found) if found else 0.0
+
+
+def summarise(
+    groups: Sequence[Group], *, stage: str, step: int, mode: str, wall_s: float = 0.0
+) -> Evaluation:
+    """Everything the end table says of one policy in one mode."""
+    by_kind: defaultdict[str, list[Group]] = defaultdict(list)
+    for group in groups:
+        if group.problem.kind:
+            by_kind[group.problem.kind].append(group)
+    graded = [t for g in groups for t in g.trajectories if t.reward is not None]
+    return Evaluation(
+        stage=stage,
+        step=step,
+        mode=mode,
+        accuracy=average_at_k(groups),
+        kinds={kind: average_at_k(found) for kind, found in sorted(by_kind.items())},
+        failing_calls_in_correct=failing_calls(t for t in graded if t.correct),
+        tool_errors=failing_calls(graded),
+        mean_length=mean(len(t.completion_ids) for t in graded),
+        mean_turns=mean(len(t.turns) for t in graded),
+        truncated=mean(t.truncated for t in graded),
+        wall_s=wall_s,
+    )

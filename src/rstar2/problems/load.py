@@ -1,0 +1,100 @@
+"""Problems by name: `arithmetic` (the embedded task) or a JSONL file, one problem a line.
+
+    {"id": "7", "prompt": "What is 6 * 7?", "answer": "42", "kind": "product"}
+
+`id` defaults to the line's number, `answer` may be a number; every other field of types.Problem is
+optional. A line that is no problem is a DataError naming file, line and field.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from rstar2.errors import DataError
+from rstar2.rollout.seeds import derive_seed
+from rstar2.types import Problem
+
+Split = Literal["train", "heldout"]
+
+ARITHMETIC = "arithmetic"
+TRAIN_COUNT = 4096
+"""Embedded training problems that one run draws from."""
+
+_FIELDS = {"id", "prompt", "answer", "grader", "kind", "source", "meta"}
+
+
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
+    prompt: str
+    answer: str | int | float
+    id: str | int = ""
+    grader: str = "math"
+    kind: str = ""
+    source: str = ""
+    meta: dict[str, Any] = {}
+
+
+def load_problems(
+    name: str, split: Split, *, count: int | None = None, seed: int = 0
+) -> tuple[Problem, ...]:
+    """The problems of a recipe, at most `count` of them, equal for equal arguments."""
+    if name == ARITHMETIC:
+        from rstar2.problems.arithmetic import make_problems
+
+        size = count if count is not None else TRAIN_COUNT
+        return tuple(make_problems(split, size, derive_seed("problems", split, seed)))
+    problems = tuple(read_jsonl(Path(name)))
+    return problems if count is None else problems[:count]
+
+
+def read_jsonl(path: Path) -> Iterator[Problem]:
+    """Read a JSONL file of problems; ids must be unique."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"problems {str(path)!r} cannot be read: {error.strerror} "
+            f"(give {ARITHMETIC!r} or the path of a JSONL file)"
+        ) from error
+    seen: dict[str, int] = {}
+    for number, line in enumerate(data.splitlines(), start=1):
+        if not line.strip():
+            continue
+        problem = _parse(line, f"{path}:{number}", number)
+        if problem.id in seen:
+            raise DataError(
+                f"{path}:{number}: id {problem.id!r} is already on line {seen[problem.id]}"
+            )
+        seen[problem.id] = number
+        yield problem
+    if not seen:
+        raise DataError(f"{path}: holds no problem")
+
+
+def _parse(line: bytes, where: str, number: int) -> Problem:
+    try:
+        found = msgspec.json.decode(line, type=_Line)
+    except msgspec.MsgspecError as error:
+        raise DataError(f"{where}: {error}; a problem has the fields {sorted(_FIELDS)}") from error
+    answer = found.answer
+    if isinstance(answer, float):
+        if not math.isfinite(answer):
+            raise DataError(f"{where}: answer {answer} is not a finite number")
+        answer = int(answer) if answer.is_integer() else answer
+    if not found.prompt.strip():
+        raise DataError(f"{where}: prompt is empty")
+    if not str(answer).strip():
+        raise DataError(f"{where}: answer is empty")
+    return Problem(
+        id=str(found.id) or str(number),
+        prompt=found.prompt,
+        answer=str(answer),
+        grader=found.grader,
+        kind=found.kind,
+        source=found.source,
+        meta=found.meta,
+    )

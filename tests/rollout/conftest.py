@@ -1,0 +1,8 @@
+"""Makes the hand-played engine importable for the tests of this directory."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

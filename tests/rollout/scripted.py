@@ -1,0 +1,80 @@
+"""An engine played by hand: answers when told, dies when told, counts what it is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from rstar2.engine.base import WeightUpdate
+from rstar2.errors import EngineError
+from rstar2.types import EngineCapacity, EngineLoad, Finish, Generation, Sampling
+
+
+class ScriptedEngine:
+    """Samples `seed % 97` until `tokens` are out, after `delay_s`; a dead one raises."""
+
+    def __init__(self, name: str, *, kv: int = 1000, sequences: int = 64, tokens: int = 5) -> None:
+        self.name = name
+        self.kv, self.sequences, self.tokens = kv, sequences, tokens
+        self.delay_s = 0.001
+        self.dead = False
+        self.hang = False
+        self.version = 0
+        self.running: set[str] = set()
+        self.peak_running = 0
+        self.served: list[str] = []
+        self.released: list[str] = []
+        self.starts = 0
+        self._death = asyncio.Event()
+
+    async def start(self) -> None:
+        self.starts += 1
+        self.dead = False
+        self._death = asyncio.Event()
+
+    def capacity(self) -> EngineCapacity:
+        return EngineCapacity(self.kv, self.sequences, self.kv)
+
+    async def load(self) -> EngineLoad:
+        return EngineLoad(0, len(self.running), 0, 0, self.version)
+
+    def kill(self) -> None:
+        self.dead = True
+        self._death.set()
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, deadline_s: float
+    ) -> Generation:
+        if self.dead:
+            raise EngineError(f"{self.name} is dead")
+        assert session not in self.running
+        self.running.add(session)
+        self.peak_running = max(self.peak_running, len(self.running))
+        try:
+            await asyncio.wait_for(self._death.wait(), None if self.hang else self.delay_s)
+            raise EngineError(f"{self.name} died")
+        except TimeoutError:
+            count = min(self.tokens, sampling.max_new_tokens)
+            self.served.append(session)
+            return Generation(
+                token_ids=(sampling.seed % 97,) * count,
+                logprobs=(-1.0,) * count,
+                versions=((self.version, count),),
+                finish=Finish.STOP if count == self.tokens else Finish.LENGTH,
+            )
+        finally:
+            self.running.discard(session)
+
+    async def release(self, session: str) -> None:
+        if self.dead:
+            raise EngineError(f"{self.name} is dead")
+        self.released.append(session)
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        self.version = update.version
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        return [0.0] * (len(token_ids) - 1)
+
+    async def close(self) -> None:
+        self.kill()

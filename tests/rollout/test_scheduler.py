@@ -1,0 +1,343 @@
+"""Decisions by hand, and Invariants 3 and 5 under random workloads and engine deaths."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rstar2.config import SchedulerConfig
+from rstar2.errors import EngineError, InvariantError
+from rstar2.rollout.kv_budget import KvBudget
+from rstar2.rollout.lengths import LengthModel
+from rstar2.rollout.scheduler import Phase, Request, Scheduler
+from rstar2.types import EngineCapacity
+
+
+def capacity(kv: int, sequences: int = 64, block: int = 1) -> EngineCapacity:
+    return EngineCapacity(kv, sequences, kv, block)
+
+
+def scheduler(*kvs: int, policy: str = "worst_case", **kwargs: int) -> Scheduler:
+    made = Scheduler(SchedulerConfig(policy=policy))  # type: ignore[arg-type]
+    for index, kv in enumerate(kvs):
+        made.join(f"e{index}", capacity(kv, **kwargs), 0)
+    return made
+
+
+def ask(made: Scheduler, session: str, prompt: int = 10, limit: int = 100) -> None:
+    made.submit(Request(session, session.partition("/")[0], prompt, limit - prompt))
+
+
+def placed(made: Scheduler) -> dict[str, str]:
+    return {p.session: p.engine for p in made.decide().placements}
+
+
+# --------------------------------------------------------------------------- budget
+
+
+def test_budget_rounds_to_blocks_and_refuses_more_than_there_is() -> None:
+    budget = KvBudget(capacity(100, block=16))
+    assert budget.total == 96
+    budget.resize("a", 17)
+    assert (budget.reserved, budget.free) == (32, 64)
+    assert budget.fits("b", 64)
+    assert not budget.fits("b", 65)
+    with pytest.raises(InvariantError, match="exceed the cache"):
+        budget.resize("b", 65)
+    assert budget.release("a") == 32
+
+
+def test_second_release_is_a_bug() -> None:
+    budget = KvBudget(capacity(100))
+    budget.resize("a", 10)
+    budget.release("a")
+    with pytest.raises(InvariantError, match="released twice"):
+        budget.release("a")
+
+
+# --------------------------------------------------------------------------- decisions
+
+
+def test_as_many_as_fit_and_the_next_when_one_ends() -> None:
+    made = scheduler(250)
+    for name in ("g/0", "g/1", "g/2"):
+        ask(made, name)
+    assert placed(made) == {"g/0": "e0", "g/1": "e0"}
+    made.turn_ended("g/0", 40)
+    assert placed(made) == {}, "a tool's wait keeps the reservation"
+    assert made.end("g/0") == "e0"
+    assert placed(made) == {"g/2": "e0"}
+
+
+def test_new_work_goes_to_the_emptiest_engine() -> None:
+    made = scheduler(300, 200)
+    for index in range(5):
+        ask(made, f"g/{index}")
+    assert list(placed(made).values()) == ["e0", "e1", "e0", "e1", "e0"]
+
+
+def test_next_turn_stays_with_its_prefix_and_comes_before_new_work() -> None:
+    made = scheduler(200, 100)
+    for name in ("g/0", "g/1", "g/2", "h/0"):
+        ask(made, name)
+    assert placed(made) == {"g/0": "e0", "g/1": "e1", "g/2": "e0"}
+    made.turn_ended("g/1", 30)
+    made.end("g/2")
+    ask(made, "g/1", prompt=40)
+    assert placed(made) == {"g/1": "e1", "h/0": "e0"}
+
+
+def test_sequence_limit_holds_back_what_kv_would_allow() -> None:
+    made = scheduler(10_000, sequences=2)
+    for index in range(3):
+        ask(made, f"g/{index}")
+    assert len(placed(made)) == 2
+
+
+def test_expected_length_admits_more_than_the_worst_case() -> None:
+    made = scheduler(300, policy="reserve")
+    for _ in range(40):
+        made.lengths.observe(40)
+    for index in range(8):
+        ask(made, f"g/{index}")
+    assert len(placed(made)) == 6  # 10 + 40 each
+
+
+def test_turn_that_outgrew_its_engine_moves() -> None:
+    made = scheduler(100, 90, policy="reserve")
+    made.lengths = LengthModel(0.9, least=1)
+    made.lengths.observe(40)
+    ask(made, "g/0", limit=90)
+    ask(made, "g/1", limit=90)
+    assert placed(made) == {"g/0": "e0", "g/1": "e1"}
+    ask(made, "g/2", limit=90)
+    assert placed(made) == {"g/2": "e0"}
+    made.end("g/1")
+    made.turn_ended("g/0", 55)
+    ask(made, "g/0", prompt=60, limit=90)  # longer than all known: reserves its limit
+    decision = made.decide()
+    (placement,) = decision.placements
+    assert (placement.engine, placement.reserved, placement.moved) == ("e1", 90, True)
+    assert [(e.session, e.engine) for e in decision.evictions] == [("g/0", "e0")]
+
+
+def test_idle_reservations_give_way_when_the_engine_would_stand_still() -> None:
+    made = scheduler(100, policy="reserve")
+    made.lengths = LengthModel(0.9, least=1)
+    made.lengths.observe(40)
+    ask(made, "g/0")
+    ask(made, "g/1")
+    assert set(placed(made)) == {"g/0", "g/1"}
+    made.turn_ended("g/0", 50)
+    ask(made, "g/0", prompt=55)  # wants all 100
+    assert placed(made) == {}, "g/1 runs: it may end by itself"
+    made.turn_ended("g/1", 30)
+    decision = made.decide()
+    assert [p.session for p in decision.placements] == ["g/0"]
+    assert [e.session for e in decision.evictions] == ["g/1"]
+    ask(made, "g/1", prompt=35)
+    assert placed(made) == {}
+    made.turn_ended("g/0", 60)
+    made.end("g/0")
+    assert placed(made) == {"g/1": "e0"}
+
+
+def test_stale_engines_get_nothing_until_updated() -> None:
+    made = scheduler(100, 100)
+    made.require(1)
+    made.updated("e1", 1)
+    ask(made, "g/0")
+    ask(made, "g/1")
+    assert placed(made) == {"g/0": "e1"}
+    assert made.stale("e0")
+    made.updated("e0", 1)
+    assert placed(made) == {"g/1": "e0"}
+
+
+def test_lost_engine_hands_its_turns_back() -> None:
+    made = scheduler(200, 200)
+    for index in range(4):
+        ask(made, f"g/{index}")
+    assert sorted(placed(made).values()) == ["e0", "e0", "e1", "e1"]
+    handed_back = made.engine_lost("e0")
+    assert len(handed_back) == 2
+    assert made.engine_lost("e0") == ()
+    assert placed(made) == {}
+    made.end("g/0")
+    made.end("g/1")
+    made.end("g/2")
+    made.end("g/3")
+    assert made.budget("e1").reserved == 0
+
+
+def test_rollout_that_fits_no_engine_is_refused_with_the_way_out() -> None:
+    made = scheduler(90)
+    with pytest.raises(EngineError, match=r"raise engine\.kv_tokens"):
+        ask(made, "g/0", limit=100)
+
+
+def test_two_turns_of_one_session_at_once_are_a_bug() -> None:
+    made = scheduler(100)
+    ask(made, "g/0")
+    with pytest.raises(InvariantError, match="submitted while"):
+        ask(made, "g/0")
+
+
+def test_end_is_idempotent_and_releases_once() -> None:
+    made = scheduler(100)
+    ask(made, "g/0")
+    made.decide()
+    assert made.end("g/0") == "e0"
+    assert made.end("g/0") is None
+    assert made.budget("e0").reserved == 0
+
+
+# --------------------------------------------------------------------------- random workloads
+
+
+class Workload:
+    """Random rollouts driven through the scheduler, its promises checked after every event."""
+
+    def __init__(self, seed: int, policy: str, engines: int, rollouts: int, block: int) -> None:
+        self.random = random.Random(seed)
+        self.made = Scheduler(
+            SchedulerConfig(policy=policy),  # type: ignore[arg-type]
+            LengthModel(self.random.choice([0.3, 0.6, 0.9]), least=4),
+        )
+        self.limit = 120
+        self.capacities = {
+            f"e{i}": capacity(self.random.randint(128, 400), self.random.randint(1, 8), block)
+            for i in range(engines)
+        }
+        for name, cap in self.capacities.items():
+            self.made.join(name, cap, 0)
+        self.left = {f"g{i // 4}/{i}": self.random.randint(1, 4) for i in range(rollouts)}
+        self.tokens = {name: self.random.randint(1, 20) for name in self.left}
+        self.state = dict.fromkeys(self.left, "asleep")
+        self.ended: list[str] = []
+        self.oldest_waits = 0
+
+    def submit(self, name: str) -> None:
+        tokens = self.tokens[name]
+        self.made.submit(Request(name, name.split("/")[0], tokens, self.limit - tokens))
+        self.state[name] = "waiting"
+
+    def decide(self) -> None:
+        decision = self.made.decide()
+        for placement in decision.placements:
+            assert self.state[placement.session] == "waiting"
+            self.state[placement.session] = "running"
+            assert self.made.engine_of(placement.session) == placement.engine
+        self.check()
+
+    def check(self) -> None:
+        for name in self.made.engines:
+            budget, cap = self.made.budget(name), self.capacities[name]
+            held = [budget.held(s) for s in budget.sessions]
+            assert sum(held) == budget.reserved <= cap.kv_tokens
+            assert all(h % cap.block_tokens == 0 for h in held)
+            assert self.made.running(name) <= cap.max_sequences
+        for name, state in self.state.items():
+            phase = self.made.phase(name)
+            expected = {"waiting": Phase.WAITING, "running": Phase.RUNNING, "tool": Phase.HOLDING}
+            assert phase is expected.get(state), (name, state, phase)
+
+    def event(self) -> None:
+        """One thing happens to one rollout."""
+        active = [n for n, s in self.state.items() if s in ("asleep", "running", "tool")]
+        name = self.random.choice(active)
+        if self.state[name] in ("asleep", "tool"):
+            self.submit(name)
+        else:
+            self.left[name] -= 1
+            new = self.random.randint(1, self.limit - self.tokens[name])
+            self.tokens[name] += new if self.random.random() < 0.3 else min(new, 15)
+            truncated = self.tokens[name] >= self.limit - 1
+            self.made.turn_ended(name, self.tokens[name], truncated=truncated)
+            self.state[name] = "tool"
+            if truncated or not self.left[name]:
+                self.end(name)
+
+    def end(self, name: str) -> None:
+        self.made.end(name)
+        assert self.made.end(name) is None
+        self.state[name] = "ended"
+        self.ended.append(name)
+
+    def kill(self) -> None:
+        """An engine dies; it is back at once, or later with all others gone."""
+        name = self.random.choice(self.made.engines)
+        handed_back = self.made.engine_lost(name)
+        assert sorted(handed_back) == sorted(
+            n for n, s in self.state.items() if s == "running" and self.made.engine_of(n) is None
+        )
+        for session in handed_back:
+            self.state[session] = "waiting"
+        self.made.join(name, self.capacities[name], 0)
+
+    def cancel(self) -> None:
+        living = [n for n, s in self.state.items() if s not in ("asleep", "ended")]
+        if living:
+            self.end(self.random.choice(living))
+
+    def run(self, *, deaths: float, cancels: float) -> None:
+        for _ in range(20_000):
+            if all(s == "ended" for s in self.state.values()):
+                break
+            if any(s in ("asleep", "running", "tool") for s in self.state.values()):
+                self.event()
+            else:
+                raise AssertionError(f"every rollout waits and nothing runs: {self.state}")
+            if self.random.random() < deaths:
+                self.kill()
+            if self.random.random() < cancels:
+                self.cancel()
+            self.decide()
+        assert sorted(self.ended) == sorted(self.state), "a rollout never ended"
+        for name in self.made.engines:
+            assert self.made.budget(name).reserved == 0
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 2**32),
+    policy=st.sampled_from(["reserve", "worst_case"]),
+    engines=st.integers(1, 4),
+    rollouts=st.integers(1, 40),
+    block=st.sampled_from([1, 16]),
+    deaths=st.sampled_from([0.0, 0.02]),
+    cancels=st.sampled_from([0.0, 0.02]),
+)
+def test_every_rollout_ends_once_and_kv_is_never_over_reserved(
+    seed: int,
+    policy: str,
+    engines: int,
+    rollouts: int,
+    block: int,
+    deaths: float,
+    cancels: float,
+) -> None:
+    Workload(seed, policy, engines, rollouts, block).run(deaths=deaths, cancels=cancels)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), engines=st.integers(1, 3))
+def test_oldest_waiting_rollout_is_never_overtaken_by_new_work(seed: int, engines: int) -> None:
+    work = Workload(seed, "reserve", engines, 30, 1)
+    for name in work.state:
+        work.submit(name)
+    begun: list[str] = []
+    for _ in range(200):
+        decision = work.made.decide()
+        for placement in decision.placements:
+            work.state[placement.session] = "running"
+        new = [p.session for p in decision.placements if p.session not in begun]
+        begun += new
+        assert not (new and any(work.state[n] == "waiting" for n in begun))
+        if all(s == "ended" for s in work.state.values()):
+            break
+        work.event()
+    assert begun == [n for n in work.state if n in begun], "groups enter in order"
