@@ -1,0 +1,38 @@
+"""What the model reads for each outcome of a tool call: its output first, then what went wrong."""
+
+from __future__ import annotations
+
+from rstar2.errors import InvariantError
+from rstar2.types import Outcome, ToolResult
+
+NO_OUTPUT = "(no output; use print() to see a value)"
+
+DEFAULTS = {
+    Outcome.EXCEPTION: "The code raised an exception.",
+    Outcome.SYNTAX_ERROR: "The code is not valid Python.",
+    Outcome.TIMEOUT: "The code took too long and was stopped.",
+    Outcome.MEMORY: "The code used too much memory and was stopped.",
+    Outcome.OUTPUT_LIMIT: "The code printed too much and was stopped.",
+    Outcome.KILLED: "The code was stopped by a signal.",
+    Outcome.BAD_JSON: "The tool call is not valid JSON.",
+    Outcome.UNKNOWN_TOOL: "There is no such tool.",
+    Outcome.BAD_ARGUMENTS: "The arguments of the tool call are wrong.",
+}
+
+
+def tool_text(result: ToolResult) -> str:
+    """Output, or the last value, then the error; never empty, and never our own failures."""
+    if result.outcome is Outcome.INFRASTRUCTURE:
+        raise InvariantError("an infrastructure failure must not be shown to the model")
+    parts = [result.stdout.rstrip()]
+    if not parts[0] and result.value is not None:
+        parts = [result.value.rstrip()]
+    if result.outcome.succeeded:
+        parts.append(result.stderr.rstrip())
+        return "\n".join(filter(None, parts)) or NO_OUTPUT
+    if result.traceback:
+        parts.append(result.traceback.rstrip())
+    else:
+        parts.append(result.stderr.rstrip())
+        parts.append(result.message.rstrip() or DEFAULTS[result.outcome])
+    return "\n".join(filter(None, parts))

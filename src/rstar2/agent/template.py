@@ -1,0 +1,350 @@
+"""Messages -> token ids, such that a trajectory's tokens stay the model's own (Invariant 1).
+
+A prompt is tokenised once; after that ids are only ever appended: what the model sampled, as it
+sampled it, then `response_ids` (everything between its end-of-turn token and the next token it
+samples). Nothing sampled is decoded and encoded again. For turns that a tokenizer would itself
+have produced, the concatenation equals the tokenised rendering of the whole conversation; where
+they differ (the model spelt a word with other tokens), the ids win.
+
+How any chat template is supported: it is rendered once with markers in place of the contents, and
+the text between the markers becomes the frame of a prompt and of a continuation. Tokenizers that
+know ChatML get CHAT_TEMPLATE whatever they came with (theirs may drop reasoning from the history);
+others keep their own template, with the tool signatures as part of the system text.
+
+A turn that ended without an end-of-turn token (an engine stopped by other means) is closed by us:
+the token is put in front of the response, masked out like the rest of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from rstar2.agent.outputs import tool_text
+from rstar2.agent.prompts import INSTRUCTION, REASON_OPEN, SYSTEM, TOOL
+from rstar2.config import TemplateConfig
+from rstar2.errors import InvariantError, UserError
+from rstar2.types import Conversation, Message, Problem, ToolCall, ToolResult
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["CHAT_TEMPLATE", "TOOL", "Response", "Template"]
+
+CHAT_TEMPLATE: str = (
+    resources.files("rstar2.agent").joinpath("chat_template.jinja").read_text(encoding="utf-8")
+)
+"""Exported with every checkpoint; gives the same tokens in transformers and vLLM."""
+
+CHATML = ("<|im_start|>", "<|im_end|>")
+RESPONSE_TAGS = ("<tool_response>", "</tool_response>")
+CHARS_PER_TOKEN = 16
+"""Tool output beyond this many characters per allowed token is cut before it is tokenised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What is appended after a turn: ids for the model, the same as text for people."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Frames:
+    """Text around the contents, as a chat template writes it."""
+
+    before_user: str
+    after_user: str
+    end_of_turn: str
+    between: str
+    """From the end-of-turn token to the content of the next user message."""
+    after_response: str
+
+
+class Template:
+    """Builds prompts and continuations for one tokenizer; cheap to call, safe to share."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, config: TemplateConfig) -> None:
+        self.tokenizer = tokenizer
+        self.config = config
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise UserError("the tokenizer has no tokenizer.json: convert it to a fast tokenizer")
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        vocabulary = tokenizer.get_vocab()
+        self.chatml = all(token in vocabulary for token in CHATML)
+        if not self.chatml and not tokenizer.chat_template:
+            raise UserError(
+                "the tokenizer has neither ChatML's <|im_start|> and <|im_end|> nor a chat "
+                "template of its own: add one of them (rstar2.agent.template.CHAT_TEMPLATE)"
+            )
+        self.tools: tuple[Mapping[str, Any], ...] = (TOOL,) if config.system == "paper" else ()
+        self._specials = _special_pattern(tokenizer)
+        self._system_role = self._renders_system()
+        self._frames = self._find_frames()
+        self._end_id = self._single_id(self._frames.end_of_turn)
+        ends = {self._end_id, *_as_ids(tokenizer.eos_token_id)}
+        self.stop_ids: tuple[int, ...] = tuple(sorted(ends))
+
+    # ----------------------------------------------------------------- prompts
+
+    def prompt_messages(self, problem: Problem) -> tuple[Message, ...]:
+        """The messages of a fresh rollout; `self.tools` are the signatures that go with them."""
+        user = self._neutral(problem.prompt.strip())
+        if self.config.instruction == "paper":
+            user = INSTRUCTION.format(problem=user)
+        messages = (Message("user", user),)
+        return (Message("system", SYSTEM), *messages) if self.config.system == "paper" else messages
+
+    def prompt_ids(self, problem: Problem) -> tuple[int, ...]:
+        """The prompt with the header of the first turn and, if asked for, the open `<reason>`."""
+        user = self.prompt_messages(problem)[-1].content
+        prefill = REASON_OPEN if self.config.prefill_reason else ""
+        frames = self._frames
+        return self.encode(f"{frames.before_user}{user}{frames.after_user}{prefill}")
+
+    # ----------------------------------------------------------------- continuations
+
+    def response_ids(
+        self,
+        results: Sequence[ToolResult],
+        calls: Sequence[ToolCall],
+        *,
+        limit: int | None = None,
+        closed: bool = True,
+    ) -> tuple[int, ...]:
+        """Everything between the sampled stop token and the next sampled token."""
+        return self.response(results, calls, limit=limit, closed=closed).ids
+
+    def response(
+        self,
+        results: Sequence[ToolResult],
+        calls: Sequence[ToolCall],
+        *,
+        limit: int | None = None,
+        closed: bool = True,
+    ) -> Response:
+        """Tool results as a user turn; `limit` caps their tokens, shared evenly between them."""
+        if [result.call_id for result in results] != [call.id for call in calls]:
+            raise InvariantError("tool results do not belong to the calls of this turn")
+        share = None if limit is None else max(1, limit // max(1, len(results)))
+        blocks = [self._block(self.tool_text(result), share) for result in results]
+        return self._continuation("\n".join(blocks), closed)
+
+    def follow_up(self, text: str, *, closed: bool = True) -> Response:
+        """A further message of the user, in a chat, and the header of the next turn."""
+        return self._continuation(self._neutral(text.strip()), closed)
+
+    def tool_text(self, result: ToolResult) -> str:
+        """What the model reads for one result; control tokens in it are made harmless."""
+        return self._neutral(tool_text(result))
+
+    def _block(self, text: str, limit: int | None) -> str:
+        body = text if limit is None else self._cut(text, limit)
+        return f"{RESPONSE_TAGS[0]}\n{body}\n{RESPONSE_TAGS[1]}"
+
+    def _continuation(self, content: str, closed: bool) -> Response:
+        text = f"{self._frames.between}{content}{self._frames.after_response}"
+        # Encoded behind the end-of-turn token: some tokenizers let that token swallow spaces.
+        ids = self.encode(self._frames.end_of_turn + text)
+        if closed:
+            return Response(text, ids[1:])
+        return Response(self._frames.end_of_turn + text, ids)
+
+    def _cut(self, text: str, limit: int) -> str:
+        """Cut the middle out of a text until it has at most `limit` tokens."""
+        if len(text.encode("utf-8", "replace")) <= limit:  # a token is at least one byte
+            return text
+        spare = limit * CHARS_PER_TOKEN
+        if len(text) > spare:
+            text = f"{text[: spare // 2]}\n[...]\n{text[len(text) - spare // 2 :]}"
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        total, offsets = len(encoding.ids), encoding.offsets
+        room = limit
+        while total > limit and room >= 0:
+            head, tail = room - room // 2, room // 2
+            left = text[: offsets[head - 1][1]] if head else ""
+            right = text[offsets[len(offsets) - tail][0] :] if tail else ""
+            cut = f"{left}\n[...]\n{right}"
+            total = len(self.encode(cut))
+            if total <= limit:
+                return cut
+            room -= max(1, total - limit)
+        return text if total <= limit else ""
+
+    # ----------------------------------------------------------------- SFT
+
+    def conversation_ids(
+        self, conversation: Conversation
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Ids and mask of an SFT example: 1 on assistant tokens and their end-of-turn token.
+
+        Encoded in the pieces a rollout would see (header and prefilled tag apart from what the
+        model has to say), so that SFT teaches exactly the tokens that sampling starts from.
+        """
+        messages, contents, trained = [], [], []
+        for message in _merge_tool_messages(conversation.messages):
+            content = message.content.strip()
+            if message.role == "assistant":
+                contents.append(content)
+                trained.append(message.train)
+                content = _marker(len(contents))
+            messages.append(Message(message.role, content))
+        text = self._render(messages, conversation.tools, add_generation_prompt=False)
+        ids: list[int] = []
+        mask: list[int] = []
+
+        def append(piece: str, mark: int) -> None:
+            piece_ids = self.encode(piece)
+            ids.extend(piece_ids)
+            mask.extend([mark] * len(piece_ids))
+
+        end = self._frames.end_of_turn
+        for index, content in enumerate(contents, start=1):
+            before, text = _split(text, _marker(index))
+            if index == 1 and self.config.prefill_reason and content.startswith(REASON_OPEN):
+                before, content = before + REASON_OPEN, content.removeprefix(REASON_OPEN)
+            gap, text = _split(text, end)
+            append(before, 0)
+            append(content + gap + end, int(trained[index - 1]))
+        append(text, 0)
+        return tuple(ids), tuple(mask)
+
+    # ----------------------------------------------------------------- ids and text
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Text to ids; control tokens spelt in it are recognised, none are added."""
+        return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Ids to text, control tokens included."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))
+
+    def turn_text(self, ids: Sequence[int]) -> str:
+        """Text of a sampled turn without the token that stopped it."""
+        closed = bool(ids) and ids[-1] in self.stop_ids
+        return self.decode(ids[:-1] if closed else ids)
+
+    def _neutral(self, text: str) -> str:
+        """Break up control tokens in foreign text, so that it cannot forge a turn."""
+        return self._specials.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
+
+    # ----------------------------------------------------------------- rendering
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+    ) -> str:
+        prepared = list(messages) if self.chatml else self._for_own_template(messages, tools)
+        return str(
+            self.tokenizer.apply_chat_template(
+                [{"role": m.role, "content": m.content} for m in prepared],
+                tools=[dict(tool) for tool in tools] if self.chatml and tools else None,
+                chat_template=CHAT_TEMPLATE if self.chatml else None,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+            )
+        )
+
+    def _for_own_template(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> list[Message]:
+        """Put the tool signatures into the system text, and that into the user's if it must be."""
+        rest = list(messages)
+        system = rest.pop(0).content if rest and rest[0].role == "system" else ""
+        if tools:
+            block = self.tokenizer.apply_chat_template(
+                [{"role": "system", "content": system}] if system else [],
+                tools=[dict(tool) for tool in tools],
+                chat_template=CHAT_TEMPLATE,
+                tokenize=False,
+            )
+            start, end = f"{CHATML[0]}system\n", f"{CHATML[1]}\n"
+            system = str(block).removeprefix(start).removesuffix(end)
+        if not system:
+            return rest
+        if self._system_role or not rest:
+            return [Message("system", system), *rest]
+        return [Message(rest[0].role, f"{system}\n\n{rest[0].content}"), *rest[1:]]
+
+    def _renders_system(self) -> bool:
+        """Whether the template knows the system role (some refuse it, some drop it)."""
+        if self.chatml:
+            return True
+        from jinja2 import TemplateError
+
+        messages = [
+            {"role": "system", "content": _marker(0)},
+            {"role": "user", "content": _marker(1)},
+        ]
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        except TemplateError:
+            return False
+        return _marker(0) in str(text)
+
+    def _find_frames(self) -> _Frames:
+        user, reply, response = _marker(1), _marker(2), _marker(3)
+        opening = (*self.prompt_messages(Problem("", user, ""))[:-1], Message("user", user))
+        prompt = self._render(opening, self.tools, add_generation_prompt=True)
+        before, after = _split(prompt, user)
+        turns = (*opening, Message("assistant", reply), Message("user", response))
+        whole = self._render(turns, self.tools, add_generation_prompt=True)
+        between, after_response = _split(_split(whole, reply)[1], response)
+        found = self._specials.search(between)
+        if found is None:
+            raise UserError("the chat template ends no assistant turn with a special token")
+        return _Frames(before, after, found[0], between[found.end() :], after_response)
+
+    def _single_id(self, token: str) -> int:
+        ids = self.encode(token)
+        if len(ids) != 1:
+            raise UserError(f"the end-of-turn token {token!r} is not one id in this tokenizer")
+        return ids[0]
+
+
+def _marker(index: int) -> str:
+    return f"@@rstar2-content-{index}@@"
+
+
+def _split(text: str, marker: str) -> tuple[str, str]:
+    before, found, after = text.partition(marker)
+    if not found:
+        raise UserError(f"the chat template does not render {marker!r} as it is given")
+    return before, after
+
+
+def _as_ids(value: int | list[int] | None) -> list[int]:
+    return [] if value is None else [value] if isinstance(value, int) else list(value)
+
+
+def _special_pattern(tokenizer: PreTrainedTokenizerFast) -> re.Pattern[str]:
+    added = tokenizer.added_tokens_decoder.values()
+    tokens = {str(token) for token in added if token.special}
+    tokens |= set(tokenizer.all_special_tokens) | set(RESPONSE_TAGS)
+    ordered = sorted((t for t in tokens if len(t) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered)))
+
+
+def _merge_tool_messages(messages: Sequence[Message]) -> list[Message]:
+    """Write role `tool` as what it is rendered to: a user turn with one block per message."""
+    merged: list[Message] = []
+    previous = ""
+    for message in messages:
+        if message.role == "tool":
+            block = f"{RESPONSE_TAGS[0]}\n{message.content}\n{RESPONSE_TAGS[1]}"
+            if previous == "tool":
+                block = f"{merged.pop().content}\n{block}"
+            merged.append(Message("user", block))
+        else:
+            merged.append(message)
+        previous = message.role
+    return merged
