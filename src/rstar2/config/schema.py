@@ -226,6 +226,8 @@ class RlConfig(Section):
 
     problems: str = "arithmetic"
     """`arithmetic` or a JSONL file of problems."""
+    count: int = Field(0, ge=0)
+    """Train on at most this many problems; 0 takes all of a file, 4096 of the embedded task."""
     prompts_per_step: int = Field(512, ge=1)
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per batch; groups are never split."""
