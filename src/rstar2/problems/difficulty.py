@@ -7,7 +7,7 @@ The policy answers each problem k times; all-correct problems are dropped, never
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rstar2.types import Group
@@ -43,8 +43,3 @@ def difficulty(groups: Iterable[Group]) -> Difficulty:
     return Difficulty(
         tuple((sum(r > 0.5 for r in group.rewards), len(group.rewards)) for group in groups)
     )
-
-
-def enough(kept: Sequence[int], minimum: int) -> bool:
-    """Whether a filtered set can fill a batch."""
-    return len(kept) >= minimum

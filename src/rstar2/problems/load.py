@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from rstar2.errors import DataError
-from rstar2.rollout.seeds import derive_seed
+from rstar2.seeds import derive_seed
 from rstar2.types import Problem
 
 Split = Literal["train", "heldout"]

@@ -1,0 +1,79 @@
+"""Evaluate a policy: the same agent loop, fleet and grader as in training, on held-out problems."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+from rstar2.config import SamplingConfig
+from rstar2.evaluate.metrics import summarise
+from rstar2.rollout.groups import GroupRunner, Limits
+from rstar2.seeds import derive_seed
+from rstar2.types import Evaluation, Group, Problem
+
+GREEDY = SamplingConfig(temperature=0.0)
+
+
+async def answer_all(
+    runner: GroupRunner,
+    problems: Sequence[Problem],
+    *,
+    name: str,
+    step: int,
+    seed: int,
+    samples: int,
+    limits: Limits,
+    on_problem: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[Group, ...]:
+    """`samples` answers to every problem, all at once; groups in the order of the problems."""
+    done = 0
+
+    async def one(index: int, problem: Problem) -> Group:
+        nonlocal done
+        group = await runner.run(
+            problem,
+            group_id=f"{name}/{step}/{index}",
+            step=step,
+            seeds=[derive_seed(seed, name, index, sample) for sample in range(samples)],
+            limits=limits,
+        )
+        done += 1
+        on_problem(done, len(problems))
+        return group
+
+    tasks = [asyncio.ensure_future(one(i, p)) for i, p in enumerate(problems)]
+    try:
+        return tuple(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def evaluate(
+    runner: GroupRunner,
+    problems: Sequence[Problem],
+    *,
+    stage: str,
+    step: int,
+    mode: str,
+    seed: int,
+    samples: int,
+    limits: Limits,
+    on_problem: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[Evaluation, tuple[Group, ...]]:
+    """One mode of one evaluation: the figures and the rollouts they come from."""
+    started = monotonic()
+    groups = await answer_all(
+        runner,
+        problems,
+        name=f"eval-{stage}-{mode}",
+        step=step,
+        seed=seed,
+        samples=samples,
+        limits=limits,
+        on_problem=on_problem,
+    )
+    wall_s = monotonic() - started
+    return summarise(groups, stage=stage, step=step, mode=mode, wall_s=wall_s), groups

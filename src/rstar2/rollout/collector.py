@@ -1,0 +1,166 @@
+"""The groups of one step: drawn in a fixed order, refilled where they teach nothing.
+
+    order -> GroupRunner -> resample -> teaches? -> yes: into the batch
+                                           └─ no: count it, draw the next problem
+
+Invariants
+- The problems of a step are the shortest run of the order, from `position` on, that holds P groups
+  worth learning from (or `refill` x P problems, if that comes first). Which these are depends on
+  the rewards alone and not on who finished first: at any time as many groups are in flight as are
+  still missing, so no surplus is drawn and a resumed step draws the same problems again.
+- Seeds derive from (recipe seed, stage, step, problem, rollout), so a group's rollouts do not
+  depend on when or where they were run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rstar2.config import RlConfig, StageConfig
+from rstar2.errors import EngineError, InfrastructureError
+from rstar2.grpo.batch import teaches
+from rstar2.grpo.roc import select
+from rstar2.rollout.groups import GroupRunner, Limits
+from rstar2.seeds import derive_seed
+from rstar2.types import Group, Problem, Selection
+
+
+class ProblemOrder:
+    """An endless seeded order over problems: one permutation after another."""
+
+    def __init__(self, count: int, *, seed: int, stage: str) -> None:
+        if count < 1:
+            raise ValueError(f"stage {stage}: there is no problem to draw")
+        self.count, self.seed, self.stage = count, seed, stage
+        self._epoch = -1
+        self._permutation: list[int] = []
+
+    def __getitem__(self, position: int) -> int:
+        """Index of the problem at a position; any position can be asked at any time."""
+        epoch, offset = divmod(position, self.count)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._permutation = list(range(self.count))
+            rng = random.Random(derive_seed(self.seed, "order", self.stage, epoch))
+            rng.shuffle(self._permutation)
+        return self._permutation[offset]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A group with its selection; `used` says whether it is in the batch."""
+
+    group: Group
+    selection: Selection | None
+    used: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What one step drew, in the order of the problems."""
+
+    drawn: tuple[Drawn, ...]
+    position: int
+    """Where the next step goes on."""
+    wanted: int
+
+    @property
+    def pairs(self) -> tuple[tuple[Group, Selection], ...]:
+        """The groups to learn from, with what was selected of them."""
+        return tuple((d.group, d.selection) for d in self.drawn if d.used and d.selection)
+
+    @property
+    def lost(self) -> Counter[str]:
+        """Rollouts dropped for infrastructure, by name."""
+        total: Counter[str] = Counter()
+        for drawn in self.drawn:
+            total.update(drawn.group.dropped)
+        return total
+
+
+class Collector:
+    """Collects the groups of RL steps of one stage."""
+
+    def __init__(
+        self,
+        runner: GroupRunner,
+        problems: Sequence[Problem],
+        rl: RlConfig,
+        stage: StageConfig,
+        *,
+        seed: int,
+        on_group: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        self.runner, self.problems, self.rl, self.stage, self.seed = (
+            runner,
+            problems,
+            rl,
+            stage,
+            seed,
+        )
+        self.on_group = on_group
+        self.order = ProblemOrder(len(problems), seed=seed, stage=stage.name)
+        self.limits = Limits(rl.sampling, stage.max_length, stage.max_turns)
+
+    async def collect(self, step: int, position: int) -> Collected:
+        """Draw until the step's batch is full or the refill cap is hit."""
+        wanted = self.rl.prompts_per_step
+        cap = wanted * self.rl.refill
+        drawn: dict[int, Drawn] = {}
+        tasks: dict[asyncio.Task[Drawn], int] = {}
+        try:
+            while True:
+                used = sum(d.used for d in drawn.values())
+                missing = min(wanted - used, cap - len(drawn)) - len(tasks)
+                for _ in range(missing):
+                    ordinal = len(drawn) + len(tasks)
+                    task = asyncio.ensure_future(self._draw(step, position + ordinal))
+                    tasks[task] = ordinal
+                if not tasks:
+                    break
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    drawn[tasks.pop(task)] = task.result()
+                    self.on_group(sum(d.used for d in drawn.values()), wanted)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        found = tuple(drawn[ordinal] for ordinal in sorted(drawn))
+        _refuse_outage(found, step)
+        return Collected(found, position + len(found), wanted)
+
+    async def _draw(self, step: int, position: int) -> Drawn:
+        """One problem's group, and what resampling keeps of it."""
+        index = self.order[position]
+        group_id = f"{self.stage.name}/{step}/{position}"
+        seeds = [
+            derive_seed(self.seed, self.stage.name, step, position, rollout)
+            for rollout in range(self.rl.roc.drawn)
+        ]
+        group = await self.runner.run(
+            self.problems[index], group_id=group_id, step=step, seeds=seeds, limits=self.limits
+        )
+        if not group.informative:
+            return Drawn(group, None, used=False)
+        selection = select(group, self.rl.roc, derive_seed(self.seed, self.stage.name, step, "roc"))
+        return Drawn(group, selection, used=teaches(selection))
+
+
+def _refuse_outage(drawn: Sequence[Drawn], step: int) -> None:
+    """A step whose rollouts were mostly lost is an outage, not something to learn from."""
+    lost = Counter[str]()
+    for d in drawn:
+        lost.update(d.group.dropped)
+    kept = sum(len(d.group.trajectories) for d in drawn)
+    if lost.total() > kept:
+        names = ", ".join(f"{name} x{count}" for name, count in lost.most_common())
+        error: InfrastructureError = EngineError(
+            f"step {step}: {lost.total()} of {lost.total() + kept} rollouts were lost to "
+            f"infrastructure ({names})"
+        )
+        raise error

@@ -1,0 +1,103 @@
+"""All rollouts of one problem: run, graded, and those lost to infrastructure retried or counted.
+
+Training, evaluation and the difficulty filter draw their rollouts here, through the same agent
+loop, fleet and grader. Every rollout is its own task, so that tools and grading overlap with
+generation. Invariant 3: a rollout lost to infrastructure is started again `retries` times, then
+dropped from its group with a count under the failure's name; it never becomes a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from rstar2.agent.loop import Tools, run_trajectory
+from rstar2.agent.template import Template
+from rstar2.config import AgentConfig, SamplingConfig
+from rstar2.engine.base import Generator
+from rstar2.errors import InvariantError
+from rstar2.reward.grade import Verifier, grade
+from rstar2.types import Group, Problem, Trajectory
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from typing import Any
+
+GRADE_DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one rollout may use, and how it is sampled."""
+
+    sampling: SamplingConfig
+    max_length: int
+    max_turns: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRunner:
+    """Draws groups of rollouts; safe to use for many groups at once."""
+
+    generator: Generator
+    tools: Tools
+    verifier: Verifier
+    template: Template
+    agent: AgentConfig
+    on_rollout: Callable[[], None] = lambda: None
+    """Called when a rollout has ended for good, whatever its end: for progress only."""
+
+    async def run(
+        self, problem: Problem, *, group_id: str, step: int, seeds: Sequence[int], limits: Limits
+    ) -> Group:
+        """One rollout per seed; the group lists them in the order of the seeds."""
+        tasks: list[Coroutine[Any, Any, Trajectory]] = [
+            self._rollout(problem, group_id=group_id, index=index, seed=seed, limits=limits)
+            for index, seed in enumerate(seeds)
+        ]
+        trajectories = await gather(tasks)
+        lost = Counter(t.failure.name for t in trajectories if t.failure is not None)
+        kept = tuple(t for t in trajectories if t.failure is None)
+        if any(t.reward is None for t in kept):
+            raise InvariantError(f"{group_id}: a rollout has neither a reward nor a failure")
+        return Group(group_id, problem, step, kept, dict(lost))
+
+    async def _rollout(
+        self, problem: Problem, *, group_id: str, index: int, seed: int, limits: Limits
+    ) -> Trajectory:
+        """Run and grade one rollout, again if infrastructure lost it."""
+        for attempt in range(1, self.agent.retries + 2):
+            suffix = "" if attempt == 1 else f"~{attempt}"
+            trajectory = await run_trajectory(
+                problem,
+                id=f"{group_id}/{index}{suffix}",
+                group_id=group_id,
+                seed=seed,
+                generator=self.generator,
+                tools=self.tools,
+                template=self.template,
+                agent=self.agent,
+                sampling=limits.sampling,
+                max_length=limits.max_length,
+                max_turns=limits.max_turns,
+            )
+            if trajectory.failure is None:
+                trajectory = await grade(trajectory, problem, self.verifier, GRADE_DEADLINE_S)
+            if trajectory.failure is None:
+                break
+        self.on_rollout()
+        return replace(trajectory, attempts=attempt)
+
+
+async def gather(coroutines: Sequence[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
+    """All results in order; the first error or a cancellation ends the others first."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
