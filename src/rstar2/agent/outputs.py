@@ -5,7 +5,7 @@ from __future__ import annotations
 from rstar2.errors import InvariantError
 from rstar2.types import Outcome, ToolResult
 
-NO_OUTPUT = "(no output; use print() to see a value)"
+NO_OUTPUT = "(no output)"
 
 DEFAULTS = {
     Outcome.EXCEPTION: "The code raised an exception.",

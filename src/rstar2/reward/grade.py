@@ -1,0 +1,155 @@
+"""Trajectory -> Reward: 1 if the boxed content of its last <answer> equals the truth, else 0.
+
+Nothing else enters: no shaping, no partial credit. Decisions where the paper leaves room:
+
+- no <answer>, or no \\boxed{} in it: reward 0;
+- cut by the length limit: reward 0, whatever it holds (the paper keeps truncated rollouts at 0);
+- stopped by infrastructure: returned as it is, without a reward;
+- the grader died, timed out or raised: a Failure named `grader...`, never a 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from rstar2.codeenv.protocol import VerifyRequest, VerifyResult
+from rstar2.errors import DataError, InfrastructureError
+from rstar2.reward.graders import as_choice, as_integer, choice_equal, integer_equal
+from rstar2.types import Failure, Problem, Reward, StopReason, Trajectory
+
+GRACE_S = 5.0
+"""How much later than the client's own deadline the grader gives up on it."""
+MAX_ANSWER_CHARS = 2000
+"""A longer answer is wrong: no truth is near that length, and parsing it could take minutes."""
+
+
+class Verifier(Protocol):
+    """The one method of the code environment's client that grading needs."""
+
+    async def verify(self, request: VerifyRequest) -> VerifyResult: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Grader:
+    """How answers of one kind are checked."""
+
+    in_process: Callable[[str, str], bool | None]
+    """(answer, truth) -> verdict, at once; None leaves it to `function`."""
+    readable: Callable[[str], object | None]
+    """truth -> anything but None if it is well-formed for this grader."""
+    function: str | None = None
+    """Name in the code environment's table of trusted functions."""
+
+
+def _math_fast_path(answer: str, truth: str) -> bool | None:
+    """Settle what needs no algebra: equal text, and two integers."""
+    if answer.strip() == truth.strip():
+        return True
+    left, right = as_integer(answer), as_integer(truth)
+    return left == right if left is not None and right is not None else None
+
+
+GRADERS = {
+    "integer": Grader(integer_equal, as_integer),
+    "choice": Grader(choice_equal, as_choice),
+    "math": Grader(_math_fast_path, lambda truth: truth.strip() or None, "math"),
+}
+"""`Problem.grader` is a key of this table."""
+
+
+def check_gold(problem: Problem) -> None:
+    """Refuse a problem that no answer could ever satisfy; called when problems are loaded."""
+    grader = GRADERS.get(problem.grader)
+    if grader is None:
+        known = ", ".join(sorted(GRADERS))
+        raise DataError(f"problem {problem.id}: unknown grader {problem.grader!r} (known: {known})")
+    if grader.readable(problem.answer) is None or len(problem.answer) > MAX_ANSWER_CHARS:
+        raise DataError(
+            f"problem {problem.id}: answer {problem.answer[:80]!r} cannot be checked by grader "
+            f"{problem.grader!r}"
+        )
+
+
+async def rejected_golds(
+    problems: Iterable[Problem], verifier: Verifier, deadline_s: float
+) -> list[tuple[Problem, str]]:
+    """Problems whose truth is not accepted as their own answer by the pool, each with why."""
+
+    async def check(problem: Problem) -> str | None:
+        grader = GRADERS[problem.grader]
+        if grader.function is None:
+            return None if grader.in_process(problem.answer, problem.answer) else "not accepted"
+        verdict = await _verify(
+            f"gold/{problem.id}", grader.function, problem.answer, problem.answer, verifier,
+            deadline_s,
+        )  # fmt: skip
+        if isinstance(verdict, Failure):
+            return f"{verdict.name}: {verdict.message}"
+        return None if verdict else "not accepted"
+
+    listed = list(problems)
+    reasons = await asyncio.gather(*map(check, listed))
+    return [(p, why) for p, why in zip(listed, reasons, strict=True) if why is not None]
+
+
+async def grade(
+    trajectory: Trajectory, problem: Problem, verifier: Verifier, deadline_s: float
+) -> Trajectory:
+    """The trajectory with its Reward, or with the Failure of the grader."""
+    if trajectory.stop.infrastructure:
+        return trajectory
+    started = time.perf_counter()
+    verdict: bool | Failure = False
+    answer = trajectory.answer
+    if answer is not None and trajectory.stop is not StopReason.MAX_LENGTH:
+        verdict = await judge(answer, problem, verifier, deadline_s, id=trajectory.id)
+    if isinstance(verdict, Failure):
+        return replace(trajectory, reward=None, failure=verdict)
+    reward = Reward(float(verdict), answer, problem.grader, time.perf_counter() - started)
+    return replace(trajectory, reward=reward, failure=None)
+
+
+async def judge(
+    answer: str, problem: Problem, verifier: Verifier, deadline_s: float, *, id: str
+) -> bool | Failure:
+    """Whether one answer is right, or why that could not be found out."""
+    grader = GRADERS.get(problem.grader)
+    if grader is None:
+        return Failure("grader_unknown", f"no grader {problem.grader!r}")
+    if len(answer) > MAX_ANSWER_CHARS:
+        return False
+    verdict = grader.in_process(answer, problem.answer)
+    if verdict is not None or grader.function is None:
+        return bool(verdict)
+    return await _verify(id, grader.function, answer, problem.answer, verifier, deadline_s)
+
+
+async def _verify(
+    id: str, function: str, answer: str, truth: str, verifier: Verifier, deadline_s: float
+) -> bool | Failure:
+    # The id covers the contents: the pool answers a repeated id from memory.
+    digest = hashlib.blake2b(f"{answer}\x1f{truth}".encode("utf-8", "replace"), digest_size=8)
+    request = VerifyRequest(
+        id=f"{id}/grade-{digest.hexdigest()}",
+        function=function,
+        arguments={"answer": answer, "truth": truth},
+        deadline_s=deadline_s,
+    )
+    try:
+        async with asyncio.timeout(deadline_s + GRACE_S):
+            result = await verifier.verify(request)
+    except TimeoutError:
+        return Failure("grader_deadline", f"no verdict within {deadline_s + GRACE_S:.0f} s")
+    except (InfrastructureError, OSError) as error:
+        name = error.name if isinstance(error, InfrastructureError) else "connection"
+        return Failure(f"grader_{name}", str(error) or type(error).__name__)
+    if result.error is not None:
+        return Failure(f"grader_{result.error}", result.message)
+    if result.id != request.id or not isinstance(result.value, bool):
+        return Failure("grader_nonsense", f"asked {request.id}, got {result.id}: {result.value!r}")
+    return result.value
