@@ -103,10 +103,10 @@ def last_answer(text: str) -> str | None:
 def answer_of(text: str) -> str | None:
     """Content of the last complete \\boxed{} of the last <answer>; None if there is none."""
     answer = last_answer(text)
-    return None if answer is None else last_boxed(answer)
+    return None if answer is None else boxed_content(answer)
 
 
-def last_boxed(text: str) -> str | None:
+def boxed_content(text: str) -> str | None:
     """Content of the last \\boxed{} whose braces close; nested braces are kept."""
     for match in reversed(list(_BOXED.finditer(text))):
         end = _closing_brace(text, match.end())
