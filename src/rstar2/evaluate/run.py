@@ -8,7 +8,8 @@ from time import monotonic
 
 from rstar2.config import SamplingConfig
 from rstar2.evaluate.metrics import summarise
-from rstar2.rollout.groups import GroupRunner, Limits
+from rstar2.rollout.collector import Runner
+from rstar2.rollout.groups import Limits
 from rstar2.seeds import derive_seed
 from rstar2.types import Evaluation, Group, Problem
 
@@ -16,7 +17,7 @@ GREEDY = SamplingConfig(temperature=0.0)
 
 
 async def answer_all(
-    runner: GroupRunner,
+    runner: Runner,
     problems: Sequence[Problem],
     *,
     name: str,
@@ -52,7 +53,7 @@ async def answer_all(
 
 
 async def evaluate(
-    runner: GroupRunner,
+    runner: Runner,
     problems: Sequence[Problem],
     *,
     stage: str,

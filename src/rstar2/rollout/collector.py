@@ -19,14 +19,23 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from rstar2.config import RlConfig, StageConfig
-from rstar2.errors import EngineError, InfrastructureError
+from rstar2.errors import InfrastructureError
 from rstar2.grpo.batch import teaches
 from rstar2.grpo.roc import select
-from rstar2.rollout.groups import GroupRunner, Limits
+from rstar2.rollout.groups import Limits
 from rstar2.seeds import derive_seed
 from rstar2.types import Group, Problem, Selection
+
+
+class Runner(Protocol):
+    """The one method of GroupRunner that collecting needs."""
+
+    async def run(
+        self, problem: Problem, *, group_id: str, step: int, seeds: Sequence[int], limits: Limits
+    ) -> Group: ...
 
 
 class ProblemOrder:
@@ -76,10 +85,7 @@ class Collected:
     @property
     def lost(self) -> Counter[str]:
         """Rollouts dropped for infrastructure, by name."""
-        total: Counter[str] = Counter()
-        for drawn in self.drawn:
-            total.update(drawn.group.dropped)
-        return total
+        return _lost(self.drawn)
 
 
 class Collector:
@@ -87,7 +93,7 @@ class Collector:
 
     def __init__(
         self,
-        runner: GroupRunner,
+        runner: Runner,
         problems: Sequence[Problem],
         rl: RlConfig,
         stage: StageConfig,
@@ -95,13 +101,9 @@ class Collector:
         seed: int,
         on_group: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        self.runner, self.problems, self.rl, self.stage, self.seed = (
-            runner,
-            problems,
-            rl,
-            stage,
-            seed,
-        )
+        self.runner = runner
+        self.problems = problems
+        self.rl, self.stage, self.seed = rl, stage, seed
         self.on_group = on_group
         self.order = ProblemOrder(len(problems), seed=seed, stage=stage.name)
         self.limits = Limits(rl.sampling, stage.max_length, stage.max_turns)
@@ -151,16 +153,20 @@ class Collector:
         return Drawn(group, selection, used=teaches(selection))
 
 
+def _lost(drawn: Sequence[Drawn]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for one in drawn:
+        total.update(one.group.dropped)
+    return total
+
+
 def _refuse_outage(drawn: Sequence[Drawn], step: int) -> None:
     """A step whose rollouts were mostly lost is an outage, not something to learn from."""
-    lost = Counter[str]()
-    for d in drawn:
-        lost.update(d.group.dropped)
+    lost = _lost(drawn)
     kept = sum(len(d.group.trajectories) for d in drawn)
     if lost.total() > kept:
         names = ", ".join(f"{name} x{count}" for name, count in lost.most_common())
-        error: InfrastructureError = EngineError(
+        raise InfrastructureError(
             f"step {step}: {lost.total()} of {lost.total() + kept} rollouts were lost to "
             f"infrastructure ({names})"
         )
-        raise error

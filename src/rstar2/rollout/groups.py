@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rstar2.agent.loop import Tools, run_trajectory
+from rstar2.agent.loop import ToolRunner, run_trajectory
 from rstar2.agent.template import Template
 from rstar2.config import AgentConfig, SamplingConfig
 from rstar2.engine.base import Generator
@@ -43,7 +43,7 @@ class GroupRunner:
     """Draws groups of rollouts; safe to use for many groups at once."""
 
     generator: Generator
-    tools: Tools
+    tools: ToolRunner
     verifier: Verifier
     template: Template
     agent: AgentConfig

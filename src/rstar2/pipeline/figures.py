@@ -1,0 +1,107 @@
+"""The metrics of one RL step, from what it collected and what the learner reported. Pure.
+
+Names are documented in rstar2.record; shares are 0..1, lengths in tokens, times in seconds. Times
+of generation, tools and grading are spent at once by many rollouts: they are given as the share of
+the collecting time that fell on each, so that the split adds up to what the clock showed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rstar2.evaluate.metrics import failing_calls, mean
+from rstar2.rollout.collector import Collected
+from rstar2.types import Outcome, StopReason, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Seconds of one step by what the controller waited for."""
+
+    collect_s: float
+    learn_s: float
+    publish_s: float
+
+
+def step_metrics(
+    collected: Collected, learner: Mapping[str, float], clock: Clock
+) -> dict[str, float]:
+    """Everything recorded of one RL step but the engines' use."""
+    rollouts = [t for d in collected.drawn for t in d.group.trajectories]
+    metrics = rollout_metrics(rollouts)
+    metrics.update(_accuracy_by_kind(collected))
+    used = len(collected.pairs)
+    drawn = len(collected.drawn)
+    lost = collected.lost
+    metrics |= {
+        "groups/drawn": drawn,
+        "groups/used": used,
+        "groups/dropped": drawn - used,
+        "groups/refilled": max(0, drawn - collected.wanted),
+        "rollouts/drawn": len(rollouts) + lost.total(),
+        "rollouts/kept": sum(len(s.kept) for _, s in collected.pairs),
+        "rollouts/lost": lost.total(),
+        **{f"rollouts/lost_{name}": count for name, count in sorted(lost.items())},
+    }
+    metrics |= learner
+    metrics |= time_split(rollouts, clock)
+    metrics["tokens_per_s"] = sum(t.sampled_tokens for t in rollouts) / max(1e-9, clock.collect_s)
+    return metrics
+
+
+def rollout_metrics(rollouts: Sequence[Trajectory]) -> dict[str, float]:
+    """What the policy did, over graded rollouts; a share of nothing is left out."""
+    outcomes = Counter(r.outcome for t in rollouts for r in t.results)
+    calls = sum(n for o, n in outcomes.items() if o is not Outcome.INFRASTRUCTURE)
+    metrics: dict[str, float] = {
+        "reward": mean(t.reward.value for t in rollouts if t.reward),
+        "response_length": mean(len(t.completion_ids) for t in rollouts),
+        "sampled_length": mean(t.sampled_tokens for t in rollouts),
+        "turns": mean(len(t.turns) for t in rollouts),
+        "calls": mean(t.calls for t in rollouts),
+        "truncated": mean(t.truncated for t in rollouts),
+        "max_turns": mean(t.stop is StopReason.MAX_TURNS for t in rollouts),
+        "no_answer": mean(t.answer_tags == 0 for t in rollouts),
+    }
+    clean = failing_calls(t for t in rollouts if t.correct)
+    every = failing_calls(rollouts)
+    if clean is not None:
+        metrics["failing_calls_in_correct"] = clean
+    if every is not None:
+        metrics["tool_errors"] = every
+    for outcome, count in sorted(outcomes.items()):
+        if outcome.failed:
+            metrics[f"tool_errors/{outcome.value}"] = count / calls
+    return metrics
+
+
+def time_split(rollouts: Sequence[Trajectory], clock: Clock) -> dict[str, float]:
+    """The step's seconds by what they went to."""
+    spent = {
+        "generate": sum(turn.generate_s for t in rollouts for turn in t.turns),
+        "tools": sum(turn.tools_s for t in rollouts for turn in t.turns),
+        "grade": sum(t.reward.wall_s for t in rollouts if t.reward),
+    }
+    total = sum(spent.values()) or 1.0
+    split = {f"time/{name}": clock.collect_s * s / total for name, s in spent.items()}
+    return split | {
+        "time/collect": clock.collect_s,
+        "time/learn": clock.learn_s,
+        "time/publish": clock.publish_s,
+        "time/step": clock.collect_s + clock.learn_s + clock.publish_s,
+    }
+
+
+def _accuracy_by_kind(collected: Collected) -> dict[str, float]:
+    rewards: defaultdict[str, list[float]] = defaultdict(list)
+    for drawn in collected.drawn:
+        rewards[drawn.group.problem.kind].extend(drawn.group.rewards)
+    return {f"accuracy/{kind}": mean(r) for kind, r in sorted(rewards.items()) if kind and r}
+
+
+def timeless(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that equal seeds make equal: without times and what the engines did meanwhile."""
+    clocked = ("time", "engine/", "tokens_per_s")
+    return {name: value for name, value in metrics.items() if not name.startswith(clocked)}

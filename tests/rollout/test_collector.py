@@ -1,0 +1,131 @@
+"""Which groups a step uses: by problem order and rewards, never by who was first."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from rstar2.config import RlConfig, RocConfig, StageConfig
+from rstar2.errors import EngineError, InfrastructureError
+from rstar2.rollout.collector import Collected, Collector, ProblemOrder
+from rstar2.rollout.groups import Limits
+from rstar2.types import Group, Problem, Reward, StopReason, Trajectory, Turn
+
+STAGE = StageConfig(name="short", steps=4, max_length=64, max_turns=3)
+RL = RlConfig(prompts_per_step=4, refill=3, roc=RocConfig(drawn=4, kept=2), stages=(STAGE,))
+
+
+def trajectory(id: str, group: str, seed: int, value: float) -> Trajectory:
+    return Trajectory(
+        id=id,
+        problem_id="p",
+        group_id=group,
+        seed=seed,
+        prompt_ids=(1,),
+        turns=(Turn((2,), (-1.0,), ((0, 1),)),),
+        stop=StopReason.ANSWERED,
+        answer_tags=1,
+        reward=Reward(value, "1", "integer"),
+    )
+
+
+class DiceRunner:
+    """Groups whose rewards are a function of the seeds and whose duration is random."""
+
+    def __init__(self, timing: int, *, solved: float = 0.5, lose: int = 0) -> None:
+        self.timing, self.solved, self.lose = random.Random(timing), solved, lose
+        self.in_flight: set[str] = set()
+        self.most = 0
+        self.seeds: dict[str, tuple[int, ...]] = {}
+
+    async def run(
+        self, problem: Problem, *, group_id: str, step: int, seeds: Sequence[int], limits: Limits
+    ) -> Group:
+        assert group_id not in self.seeds, "a group is drawn once"
+        self.seeds[group_id] = tuple(seeds)
+        self.in_flight.add(group_id)
+        self.most = max(self.most, len(self.in_flight))
+        for _ in range(self.timing.randint(0, 6)):
+            await asyncio.sleep(0)
+        self.in_flight.discard(group_id)
+        made = [
+            trajectory(
+                f"{group_id}/{i}", group_id, s, float(random.Random(s).random() < self.solved)
+            )
+            for i, s in enumerate(seeds)
+        ]
+        return Group(group_id, problem, step, tuple(made[self.lose :]), {"engine": self.lose})
+
+
+def problems(count: int) -> list[Problem]:
+    return [Problem(str(i), f"q{i}", "1", kind="k") for i in range(count)]
+
+
+async def collect(runner: DiceRunner, *, step: int = 1, position: int = 0) -> Collected:
+    return await Collector(runner, problems(50), RL, STAGE, seed=7).collect(step, position)
+
+
+async def test_the_same_groups_whatever_finishes_first() -> None:
+    expected = await collect(DiceRunner(0, solved=0.8))
+    assert len(expected.pairs) == 4
+    assert len(expected.drawn) > 4, "some groups were all-equal and were refilled"
+    assert expected.drawn[-1].used, "nothing is drawn beyond the group that filled the batch"
+    for timing in range(1, 12):
+        assert await collect(DiceRunner(timing, solved=0.8)) == expected
+
+
+async def test_no_more_groups_in_flight_than_are_missing() -> None:
+    runner = DiceRunner(3, solved=0.8)
+    await collect(runner)
+    assert runner.most == 4
+
+
+async def test_refill_stops_at_the_cap() -> None:
+    runner = DiceRunner(0, solved=1.0)
+    collected = await collect(runner)
+    assert collected.pairs == ()
+    assert len(collected.drawn) == collected.position == 12
+
+
+async def test_next_step_goes_on_where_the_last_ended_with_other_seeds() -> None:
+    runner = DiceRunner(0)
+    first = await collect(runner)
+    second = await collect(runner, step=2, position=first.position)
+    assert second.drawn[0].group.id == f"short/2/{first.position}"
+    seeds = [s for group in runner.seeds.values() for s in group]
+    assert len(seeds) == len(set(seeds))
+
+
+async def test_a_step_mostly_lost_is_an_outage() -> None:
+    with pytest.raises(InfrastructureError, match=r"48 of 64 rollouts|rollouts were lost"):
+        await collect(DiceRunner(0, lose=3))
+
+
+async def test_an_error_ends_the_other_groups() -> None:
+    class Broken(DiceRunner):
+        async def run(self, problem: Problem, **kwargs: object) -> Group:  # type: ignore[override]
+            if kwargs["group_id"] == "short/1/2":
+                raise EngineError("gone")
+            self.in_flight.add(str(kwargs["group_id"]))
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.in_flight.discard(str(kwargs["group_id"]))
+            raise AssertionError
+
+    runner = Broken(0)
+    with pytest.raises(EngineError, match="gone"):
+        await collect(runner)
+    assert not runner.in_flight
+
+
+def test_order_is_one_permutation_after_another() -> None:
+    order = ProblemOrder(10, seed=1, stage="a")
+    first, second = [order[i] for i in range(10)], [order[i] for i in range(10, 20)]
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    assert [order[i] for i in range(10)] == first, "any position, at any time"
+    assert [ProblemOrder(10, seed=1, stage="b")[i] for i in range(10)] != first
