@@ -3,6 +3,8 @@
 Imports no torch, so a wrong recipe is refused in well under two seconds.
 """
 
+from rstar2.config.load import LoadedRecipe, Origin, find_recipe, load_recipe, shipped_recipes
+from rstar2.config.preflight import preflight
 from rstar2.config.schema import (
     AgentConfig,
     CodeEnvConfig,
@@ -34,9 +36,11 @@ __all__ = [
     "EngineConfig",
     "EvaluationConfig",
     "LearnerConfig",
+    "LoadedRecipe",
     "LossConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "Origin",
     "Recipe",
     "RecordConfig",
     "RlConfig",
@@ -47,4 +51,8 @@ __all__ = [
     "SftConfig",
     "StageConfig",
     "TemplateConfig",
+    "find_recipe",
+    "load_recipe",
+    "preflight",
+    "shipped_recipes",
 ]

@@ -29,7 +29,10 @@ from rstar2.types import Evaluation, Group, Selection, encode
 SCHEMA = 1
 MODES = ("greedy", "sampled")
 
-_MAY_CHANGE = ("codeenv.", "engine.urls", "learner.threads", "record.")
+_MAY_CHANGE = (
+    *(f"codeenv.{key}" for key in ("urls", "host", "port", "slots", "queue", "batch", "linger_s")),
+    *("engine.urls", "learner.threads", "record."),
+)
 """Settings a resumed run may change: they say where it runs and what it keeps."""
 _SECRETS = frozenset({"codeenv.token"})
 

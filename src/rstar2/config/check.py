@@ -1,0 +1,232 @@
+"""Checks of a recipe's values against each other: pure, no I/O, before anything starts.
+
+A fault is a sentence with the way out and the settings it is about; the loader adds where each
+of these came from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+
+from rstar2.config.schema import OptimizerConfig, Recipe
+
+_STAGE_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that cannot work, and the settings that make it so."""
+
+    text: str
+    paths: tuple[str, ...]
+
+    def render(self, origin: Callable[[str], str]) -> str:
+        """The sentence, then where each setting came from."""
+        places = ", ".join(f"{path} from {origin(path)}" for path in self.paths)
+        return f"{self.text}\n      ({places})"
+
+
+def check(recipe: Recipe) -> list[Fault]:
+    """All faults of a recipe; empty if it can work."""
+    parts = (_lengths, _resampling, _batches, _stages, _sft, _sampling, _engines, _codeenv)
+    return [fault for part in parts for fault in part(recipe)]
+
+
+def _lengths(recipe: Recipe) -> Iterator[Fault]:
+    lengths = {f"rl.stages.{i}.max_length": s.max_length for i, s in enumerate(recipe.rl.stages)}
+    lengths["evaluation.max_length"] = recipe.evaluation.max_length
+    if recipe.sft is not None:
+        lengths["sft.max_length"] = recipe.sft.max_length
+    for path, length in lengths.items():
+        if length > recipe.model.max_length:
+            yield Fault(
+                f"{path} = {length} is longer than the model is run at "
+                f"(model.max_length = {recipe.model.max_length}): raise that or shorten this",
+                (path, "model.max_length"),
+            )
+        if path == "sft.max_length":
+            continue
+        if recipe.engine.kind == "embedded" and length > recipe.engine.kv_tokens:
+            yield Fault(
+                f"engine.kv_tokens = {recipe.engine.kv_tokens} cannot hold one rollout of "
+                f"{path} = {length} tokens: raise it to at least that",
+                ("engine.kv_tokens", path),
+            )
+        if length <= recipe.agent.response_tokens:
+            yield Fault(
+                f"one tool response (agent.response_tokens = {recipe.agent.response_tokens}) "
+                f"would fill a whole rollout ({path} = {length}): shorten it",
+                ("agent.response_tokens", path),
+            )
+
+
+def _resampling(recipe: Recipe) -> Iterator[Fault]:
+    roc = recipe.rl.roc
+    if roc.kept > roc.drawn:
+        yield Fault(
+            f"rl.roc.kept = {roc.kept} is more than rl.roc.drawn = {roc.drawn}: "
+            "draw more or keep fewer",
+            ("rl.roc.kept", "rl.roc.drawn"),
+        )
+    elif roc.variant == "none" and roc.kept != roc.drawn:
+        yield Fault(
+            f"rl.roc.variant = none keeps every rollout, so rl.roc.drawn = {roc.drawn} must equal "
+            f"rl.roc.kept = {roc.kept}",
+            ("rl.roc.variant", "rl.roc.drawn", "rl.roc.kept"),
+        )
+    if roc.min_positives + roc.min_negatives > roc.kept:
+        yield Fault(
+            f"rl.roc.min_positives + min_negatives = {roc.min_positives + roc.min_negatives} "
+            f"is more than rl.roc.kept = {roc.kept}",
+            ("rl.roc.min_positives", "rl.roc.min_negatives", "rl.roc.kept"),
+        )
+
+
+def _batches(recipe: Recipe) -> Iterator[Fault]:
+    rl, ranks = recipe.rl, recipe.learner.ranks
+    if rl.minibatches > rl.prompts_per_step:
+        yield Fault(
+            f"rl.minibatches = {rl.minibatches} is more than rl.prompts_per_step = "
+            f"{rl.prompts_per_step}, and groups are never split: use fewer",
+            ("rl.minibatches", "rl.prompts_per_step"),
+        )
+    rollouts = rl.prompts_per_step * rl.roc.kept // rl.minibatches
+    if rollouts < ranks:
+        yield Fault(
+            f"a minibatch of {rollouts} rollouts (prompts_per_step x roc.kept / minibatches) "
+            f"cannot be shared by learner.ranks = {ranks}: use fewer ranks or minibatches",
+            ("learner.ranks", "rl.prompts_per_step", "rl.roc.kept", "rl.minibatches"),
+        )
+    longest = max((stage.max_length for stage in rl.stages), default=0)
+    if longest > recipe.learner.tokens_per_microbatch:
+        yield Fault(
+            f"learner.tokens_per_microbatch = {recipe.learner.tokens_per_microbatch} cannot hold "
+            f"one rollout of {longest} tokens: raise it to at least that",
+            ("learner.tokens_per_microbatch",),
+        )
+    if recipe.deterministic and rl.staleness:
+        yield Fault(
+            f"deterministic runs are on-policy: rl.staleness = {rl.staleness} must be 0",
+            ("deterministic", "rl.staleness"),
+        )
+
+
+def _stages(recipe: Recipe) -> Iterator[Fault]:
+    seen: dict[str, int] = {}
+    for index, stage in enumerate(recipe.rl.stages):
+        path = f"rl.stages.{index}.name"
+        reserved = stage.name == "sft" or stage.name.startswith(("eval-", "filter-"))
+        if reserved or not _STAGE_NAME.fullmatch(stage.name):
+            yield Fault(
+                f"{path} = {stage.name!r} cannot name a stage: use lower-case letters, digits and "
+                "dashes, and neither sft nor a leading eval- or filter-",
+                (path,),
+            )
+        if stage.name in seen:
+            yield Fault(
+                f"two stages are called {stage.name!r}: each needs its own name",
+                (f"rl.stages.{seen[stage.name]}.name", path),
+            )
+        seen[stage.name] = index
+    total = sum(stage.steps for stage in recipe.rl.stages) * recipe.rl.minibatches
+    yield from _optimizer("rl.optimizer", recipe.rl.optimizer, total)
+    mask = recipe.rl.loss.sequence_mask
+    if mask is not None and not 0 <= mask[0] < mask[1]:
+        yield Fault(
+            f"rl.loss.sequence_mask = {list(mask)} must be a rising pair such as [0.5, 2.0]",
+            ("rl.loss.sequence_mask",),
+        )
+
+
+def _sft(recipe: Recipe) -> Iterator[Fault]:
+    sft = recipe.sft
+    if sft is None:
+        return
+    if (sft.steps > 0) == (sft.epochs > 0):
+        state = "both set" if sft.steps else "both 0"
+        yield Fault(
+            f"sft.steps = {sft.steps} and sft.epochs = {sft.epochs:g} are {state}: set one and put "
+            "the other to 0 (or leave SFT out with `sft: null`)",
+            ("sft.steps", "sft.epochs"),
+        )
+    yield from _optimizer("sft.optimizer", sft.optimizer, sft.steps)
+
+
+def _optimizer(path: str, optimizer: OptimizerConfig, steps: int) -> Iterator[Fault]:
+    if steps and optimizer.warmup_steps >= steps:
+        yield Fault(
+            f"{path}.warmup_steps = {optimizer.warmup_steps} is not shorter than the "
+            f"{steps} optimizer steps it leads up to",
+            (f"{path}.warmup_steps",),
+        )
+    if not all(0 <= beta < 1 for beta in optimizer.betas):
+        yield Fault(
+            f"{path}.betas = {list(optimizer.betas)} must lie in [0, 1)", (f"{path}.betas",)
+        )
+
+
+def _sampling(recipe: Recipe) -> Iterator[Fault]:
+    if recipe.rl.stages and recipe.rl.sampling.temperature == 0:
+        yield Fault(
+            "rl.sampling.temperature = 0 draws the same rollout every time, so no group can teach "
+            "anything: use 1.0",
+            ("rl.sampling.temperature",),
+        )
+
+
+def _engines(recipe: Recipe) -> Iterator[Fault]:
+    engine = recipe.engine
+    if engine.kind == "openai":
+        if recipe.rl.stages:
+            yield Fault(
+                "engine.kind = openai is for evaluation only (it takes no weights and returns no "
+                "exact tokens): use embedded or vllm, or leave rl.stages out",
+                ("engine.kind", "rl.stages"),
+            )
+        if not engine.urls:
+            yield Fault("engine.kind = openai needs engine.urls", ("engine.kind", "engine.urls"))
+    if engine.kind == "embedded" and engine.urls:
+        yield Fault(
+            "engine.urls are not used by engine.kind = embedded: leave them out or use vllm",
+            ("engine.urls", "engine.kind"),
+        )
+    if engine.urls and engine.count not in (1, len(engine.urls)):
+        yield Fault(
+            f"engine.count = {engine.count} but engine.urls names {len(engine.urls)}: "
+            "leave the count out",
+            ("engine.count", "engine.urls"),
+        )
+    if recipe.deterministic and engine.kind != "embedded":
+        yield Fault(
+            f"deterministic: true cannot be promised with engine.kind = {engine.kind}, whose "
+            "numbers depend on how requests are batched: use embedded",
+            ("deterministic", "engine.kind"),
+        )
+
+
+def _codeenv(recipe: Recipe) -> Iterator[Fault]:
+    env = recipe.codeenv
+    if not env.urls and env.host not in _LOOPBACK and not env.token:
+        yield Fault(
+            f"codeenv.host = {env.host} opens the code environment to the network without "
+            "codeenv.token: set one, or use 127.0.0.1",
+            ("codeenv.host", "codeenv.token"),
+        )
+    for field in fields(env.default):
+        asked, most = getattr(env.default, field.name), getattr(env.cap, field.name)
+        if asked is not None and most is not None and asked > most:
+            yield Fault(
+                f"codeenv.default.{field.name} = {asked} is above codeenv.cap.{field.name} = "
+                f"{most}: lower it or raise the cap",
+                (f"codeenv.default.{field.name}", f"codeenv.cap.{field.name}"),
+            )
+    wall = env.default.wall_s
+    if wall is not None and recipe.agent.tool_deadline_s <= wall:
+        yield Fault(
+            f"agent.tool_deadline_s = {recipe.agent.tool_deadline_s:g} ends the wait for a call "
+            f"before the call itself may end (codeenv.default.wall_s = {wall:g}): raise it",
+            ("agent.tool_deadline_s", "codeenv.default.wall_s"),
+        )

@@ -1,0 +1,232 @@
+"""Checks of a recipe against this machine, before anything starts: model, data, memory, port,
+run directory. Reads only, takes well under two seconds, and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rstar2 import environment
+from rstar2.config.schema import Recipe
+from rstar2.errors import RecipeError, UserError
+
+EMBEDDED_TASK = "arithmetic"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_COUNT_BYTES = 64 << 20
+"""Data files up to this size are counted line by line before a run starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What decides how much memory a model takes."""
+
+    parameters: int
+    layers: int
+    kv_width: int
+    """Numbers that one token leaves in the cache of one layer (keys and values)."""
+    hidden: int
+    vocabulary: int
+
+
+TINY = ModelShape(parameters=600_000, layers=3, kv_width=128, hidden=128, vocabulary=768)
+
+
+def preflight(recipe: Recipe, run: Path) -> None:
+    """Raise one UserError for the first thing on this machine that the run would fail on."""
+    check_run_directory(run)
+    check_port(recipe)
+    for path, name in _data(recipe):
+        check_data(path, name, recipe)
+    shape = check_model(recipe)
+    if shape is not None and recipe.engine.kind == "embedded":
+        check_memory(recipe, shape, environment.available_memory())
+
+
+# --------------------------------------------------------------------------- places
+
+
+def check_run_directory(run: Path) -> None:
+    """The directory can be made or written, found out without making it."""
+    run = run.absolute()
+    nearest = next(p for p in (run, *run.parents) if p.exists())
+    if not nearest.is_dir():
+        raise UserError(f"run directory {run}: {nearest} is a file: choose another with --run")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(
+            f"run directory {run} cannot be written ({nearest} is read-only for you): "
+            "choose another with --run"
+        )
+
+
+def check_port(recipe: Recipe) -> None:
+    """The port asked for the code environment is free."""
+    env = recipe.codeenv
+    if env.port == 0 or env.urls:
+        return
+    family = socket.AF_INET6 if ":" in env.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((env.host, env.port))
+        except OSError as error:
+            taken = error.errno == errno.EADDRINUSE
+            reason = "is taken" if taken else f"cannot be had: {error.strerror}"
+            raise RecipeError(
+                f"codeenv.port = {env.port} on {env.host} {reason}: "
+                "choose another, or 0 for any free one"
+            ) from None
+
+
+# --------------------------------------------------------------------------- data
+
+
+def _data(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if recipe.sft is not None:
+        yield "sft.data", recipe.sft.data
+    if recipe.rl.stages:
+        yield "rl.problems", recipe.rl.problems
+    yield "evaluation.problems", recipe.evaluation.problems
+
+
+def check_data(path: str, name: str, recipe: Recipe) -> None:
+    """A data file is there, and holds enough problems for one step."""
+    if name == EMBEDDED_TASK:
+        return
+    file = Path(name)
+    if not file.exists():
+        raise RecipeError(
+            f"{path} = {name}: no such file (give a data file, or {EMBEDDED_TASK} for the embedded "
+            "task)"
+        )
+    if path != "rl.problems" or file.suffix != ".jsonl" or file.stat().st_size > _COUNT_BYTES:
+        return
+    with file.open("rb") as lines:
+        count = sum(1 for line in lines if line.strip())
+    if count < recipe.rl.prompts_per_step:
+        raise RecipeError(
+            f"rl.problems = {name} holds {count} problems, fewer than one step draws "
+            f"(rl.prompts_per_step = {recipe.rl.prompts_per_step})"
+        )
+
+
+# --------------------------------------------------------------------------- model
+
+
+def check_model(recipe: Recipe) -> ModelShape | None:
+    """The model can be found and is long enough; returns its shape where that is known."""
+    name = recipe.model.path
+    if name == "tiny":
+        return TINY
+    directory = Path(name).expanduser()
+    if not directory.is_dir():
+        cached = _cached_snapshot(name) if _HUB_ID.fullmatch(name) else None
+        if cached is None:
+            check_hub(name)
+            return None
+        directory = cached
+    if not (directory / "config.json").is_file():
+        raise RecipeError(f"model.path = {name} holds no config.json: it is not a model directory")
+    try:
+        config = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise RecipeError(f"model.path = {name}: config.json cannot be read: {error}") from None
+    longest = config.get("max_position_embeddings")
+    if isinstance(longest, int) and longest < recipe.model.max_length:
+        raise RecipeError(
+            f"model.max_length = {recipe.model.max_length} is longer than the model's "
+            f"{longest} positions ({name}): shorten it"
+        )
+    return _shape(directory, config)
+
+
+def check_hub(name: str) -> None:
+    """A model that is not on this machine exists on the hub, as far as can be told quickly."""
+    unknown = f"model.path = {name}: no such directory"
+    if not _HUB_ID.fullmatch(name):
+        raise RecipeError(f"{unknown} (give a model directory, a hub id, or tiny)")
+    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+        raise RecipeError(f"{unknown}, not in the hub's cache, and HF_HUB_OFFLINE is set")
+    import httpx  # here: a tenth of a second that only hub models need
+
+    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    try:
+        status = httpx.head(f"{hub}/api/models/{name}", timeout=1.2).status_code
+    except httpx.HTTPError as error:
+        raise RecipeError(
+            f"{unknown}, not in the hub's cache, and {hub} cannot be reached "
+            f"({type(error).__name__})"
+        ) from None
+    if status in (401, 403, 404):
+        raise RecipeError(f"{unknown}, and {hub} does not show a model of this name ({status})")
+
+
+def _cached_snapshot(name: str) -> Path | None:
+    """The newest snapshot of a hub model in the local cache."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    found = list((cache / f"models--{name.replace('/', '--')}").glob("snapshots/*/config.json"))
+    return max(found, key=lambda p: p.stat().st_mtime).parent if found else None
+
+
+def _shape(directory: Path, config: dict[str, Any]) -> ModelShape | None:
+    """The shape of a model from its directory; None where the configuration does not say."""
+    try:
+        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        layers, vocabulary = int(config["num_hidden_layers"]), int(config["vocab_size"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    head = int(config.get("head_dim") or hidden // heads)
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    weight_bytes = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    width = 4 if config.get("torch_dtype", config.get("dtype")) == "float32" else 2
+    parameters = weight_bytes // width or vocabulary * hidden + layers * 12 * hidden**2
+    return ModelShape(parameters, layers, 2 * kv_heads * head, hidden, vocabulary)
+
+
+# --------------------------------------------------------------------------- memory
+
+
+def memory_estimate(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
+    """Bytes by what takes them, for a run whose engines and learner live on this machine."""
+    width = 4 if recipe.model.dtype == "float32" else 2
+    engine, learner = recipe.engine, recipe.learner
+    tokens = learner.tokens_per_microbatch
+    kept_per_layer = 1 if learner.activation_checkpointing else 16
+    return {
+        f"weights, gradients and optimizer of {shape.parameters / 1e6:.1f}M parameters": (
+            shape.parameters * 16
+        ),
+        f"weights of {engine.count} engine(s)": engine.count * shape.parameters * width,
+        f"engine.count x engine.kv_tokens = {engine.count} x {engine.kv_tokens}": (
+            engine.count * engine.kv_tokens * shape.layers * shape.kv_width * width
+        ),
+        f"learner.tokens_per_microbatch = {tokens}": (
+            tokens * (2 * shape.vocabulary + shape.layers * shape.hidden * kept_per_layer) * 4
+        ),
+        "Python, torch and the code environment": 1 << 30,
+    }
+
+
+def check_memory(recipe: Recipe, shape: ModelShape, available: int) -> None:
+    """What the run will need fits into what there is."""
+    parts = memory_estimate(recipe, shape)
+    needed = sum(parts.values())
+    if needed <= available:
+        return
+    lines = [
+        f"  {size / 2**30:10.1f} GiB  {what}"
+        for what, size in sorted(parts.items(), key=lambda part: -part[1])
+    ]
+    raise RecipeError(
+        f"the run needs about {needed / 2**30:.1f} GiB of memory, "
+        f"{available / 2**30:.1f} GiB are available:\n" + "\n".join(lines)
+    )
