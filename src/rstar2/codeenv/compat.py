@@ -1,0 +1,264 @@
+"""The run APIs of code-judge and SandboxFusion, so that trainers built for them can point here.
+
+Requests are read as leniently as the originals read them (unknown fields are ignored, ids may
+repeat), and answered with their field names. What cannot be honoured (another language, files) is
+refused by name instead of being ignored. Programs run as scripts there: the value of a last
+expression is not shown, and a traceback belongs to stderr.
+
+    code-judge      POST /run, /run/batch, /run/long-batch, /judge, /judge/batch,
+                    /judge/long-batch; GET /ping, /status
+    SandboxFusion   POST /run_code (language python)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+import msgspec
+
+from rstar2.codeenv import wire
+from rstar2.codeenv.service import Service
+from rstar2.codeenv.wire import Refusal
+from rstar2.types import Limits, Outcome, ToolResult
+
+BATCH_DEADLINE_S = 60.0
+LONG_BATCH_DEADLINE_S = 3600.0
+RUN_CODE_QUEUE_S = 60.0
+"""Time in the queue that /run_code allows on top of run_timeout."""
+
+
+# --------------------------------------------------------------------------- code-judge
+
+
+class Submission(msgspec.Struct, frozen=True):
+    """One program for code-judge; success also needs `expected_output`, if given."""
+
+    type: str
+    solution: str
+    sub_id: str | None = None
+    input: str | None = None
+    expected_output: str | None = None
+
+
+class BatchSubmission(msgspec.Struct, frozen=True):
+    """Several programs, answered together in the order asked."""
+
+    submissions: list[Submission]
+    sub_id: str | None = None
+    type: Literal["batch"] = "batch"
+
+
+class SubmissionResult(msgspec.Struct, frozen=True):
+    """`reason` is worker_timeout, queue_timeout (ask again), internal_error, or empty."""
+
+    sub_id: str
+    success: bool
+    run_success: bool
+    cost: float
+    stdout: str | None = None
+    stderr: str | None = None
+    reason: str = ""
+
+
+class JudgeResult(msgspec.Struct, frozen=True):
+    """A SubmissionResult without what the program wrote."""
+
+    sub_id: str
+    success: bool
+    run_success: bool
+    cost: float
+    reason: str = ""
+
+
+class BatchResult(msgspec.Struct, frozen=True):
+    """Results in the order of the submissions."""
+
+    sub_id: str
+    results: list[SubmissionResult] | list[JudgeResult]
+
+
+# --------------------------------------------------------------------------- SandboxFusion
+
+
+class RunCode(msgspec.Struct, frozen=True):
+    """A SandboxFusion request; compile_timeout means nothing for Python."""
+
+    code: str
+    language: str
+    run_timeout: float = 10.0
+    compile_timeout: float = 10.0
+    memory_limit_MB: int = -1
+    stdin: str | None = None
+    files: dict[str, str | None] = {}
+    fetch_files: list[str] = []
+
+
+class CommandRunResult(msgspec.Struct, frozen=True):
+    """How the program ended; return_code is absent when time ran out."""
+
+    status: Literal["Finished", "Error", "TimeLimitExceeded"]
+    execution_time: float | None = None
+    return_code: int | None = None
+    stdout: str | None = None
+    stderr: str | None = None
+
+
+class RunCodeResponse(msgspec.Struct, frozen=True):
+    """SandboxError is the service's fault; clients try it again."""
+
+    status: Literal["Success", "Failed", "SandboxError"]
+    message: str
+    run_result: CommandRunResult | None = None
+    compile_result: None = None
+    executor_pod_name: str | None = None
+    files: dict[str, str] = {}
+
+
+class Compat:
+    """Translates the neighbours' requests into calls of the service and back."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    def routes(self) -> dict[tuple[str, str], Callable[[bytes], Awaitable[Any]]]:
+        batch, long = BATCH_DEADLINE_S, LONG_BATCH_DEADLINE_S
+        return {
+            ("GET", "/ping"): self._ping,
+            ("GET", "/status"): self._status,
+            ("POST", "/run"): lambda body: self._single(body, judge=False),
+            ("POST", "/judge"): lambda body: self._single(body, judge=True),
+            ("POST", "/run/batch"): lambda body: self._batch(body, batch, judge=False),
+            ("POST", "/run/long-batch"): lambda body: self._batch(body, long, judge=False),
+            ("POST", "/judge/batch"): lambda body: self._batch(body, batch, judge=True),
+            ("POST", "/judge/long-batch"): lambda body: self._batch(body, long, judge=True),
+            ("POST", "/run_code"): self._run_code,
+        }
+
+    async def _ping(self, body: bytes) -> str:
+        return "pong"
+
+    async def _status(self, body: bytes) -> dict[str, int]:
+        stats = self.service.executor.stats()
+        return {"queue": stats.queued, "num_workers": stats.slots}
+
+    # ----------------------------------------------------------------- code-judge
+
+    async def _single(self, body: bytes, *, judge: bool) -> SubmissionResult | JudgeResult:
+        submission = wire.read(body, Submission)
+        _check_python(submission.type, "type")
+        result = await self._submit(submission, BATCH_DEADLINE_S)
+        return _without_output(result) if judge else result
+
+    async def _batch(self, body: bytes, deadline_s: float, *, judge: bool) -> BatchResult:
+        batch = wire.read(body, BatchSubmission)
+        if not batch.submissions:
+            raise Refusal("invalid", "submissions: is empty; send at least one", "submissions")
+        for index, submission in enumerate(batch.submissions):
+            _check_python(submission.type, f"submissions[{index}].type")
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._submit(s, deadline_s)) for s in batch.submissions]
+        except* Refusal as refusals:
+            raise refusals.exceptions[0] from None
+        results = [task.result() for task in tasks]
+        sub_id = batch.sub_id or str(uuid.uuid4())
+        if judge:
+            return BatchResult(sub_id, [_without_output(result) for result in results])
+        return BatchResult(sub_id, results)
+
+    async def _submit(self, submission: Submission, deadline_s: float) -> SubmissionResult:
+        sub_id = submission.sub_id or str(uuid.uuid4())
+        started_s = asyncio.get_running_loop().time()
+        try:
+            result = await self._run(
+                submission.solution, submission.input or "", Limits(), deadline_s
+            )
+        except Refusal as refusal:
+            if refusal.wire.code != "queue_full":
+                raise
+            return SubmissionResult(sub_id, False, False, 0.0, "", "", "queue_timeout")
+        waited_s = asyncio.get_running_loop().time() - started_s
+        ran = result.outcome.succeeded and not result.exit_code
+        expected = submission.expected_output
+        right = expected is None or result.stdout.strip() == expected.strip()
+        reason = ""
+        if result.outcome is Outcome.TIMEOUT:
+            reason = "worker_timeout"
+        elif result.outcome is Outcome.INFRASTRUCTURE:
+            reason = "queue_timeout" if waited_s >= deadline_s else "internal_error"
+        return SubmissionResult(
+            sub_id, ran and right, ran, result.wall_s, result.stdout, _stderr(result), reason
+        )
+
+    # ----------------------------------------------------------------- SandboxFusion
+
+    async def _run_code(self, body: bytes) -> RunCodeResponse:
+        asked = wire.read(body, RunCode)
+        _check_python(asked.language, "language")
+        for field in ("files", "fetch_files"):
+            if getattr(asked, field):
+                raise Refusal("invalid", f"{field}: files are not served here; leave it out", field)
+        memory_mb = asked.memory_limit_MB if asked.memory_limit_MB > 0 else None
+        cap = self.service.config.cap
+        cpu_s = min(asked.run_timeout, cap.cpu_s) if cap.cpu_s else asked.run_timeout
+        limits = Limits(wall_s=asked.run_timeout, cpu_s=cpu_s, memory_mb=memory_mb)
+        result = await self._run(
+            asked.code, asked.stdin or "", limits, asked.run_timeout + RUN_CODE_QUEUE_S
+        )
+        if result.outcome is Outcome.INFRASTRUCTURE:
+            return RunCodeResponse("SandboxError", result.message, executor_pod_name=result.server)
+        timed_out = result.outcome is Outcome.TIMEOUT
+        code = _return_code(result)
+        ended = CommandRunResult(
+            "TimeLimitExceeded" if timed_out else "Finished",
+            execution_time=result.wall_s,
+            return_code=None if timed_out else code,
+            stdout=result.stdout,
+            stderr=_stderr(result),
+        )
+        status: Literal["Success", "Failed"] = "Failed" if timed_out or code else "Success"
+        return RunCodeResponse(status, "", ended, executor_pod_name=result.server)
+
+    # ----------------------------------------------------------------- both
+
+    async def _run(self, code: str, stdin: str, limits: Limits, deadline_s: float) -> ToolResult:
+        """Run under a fresh id, with all the output that the server allows."""
+        cap = self.service.config.cap
+        limits = dataclasses.replace(limits, output_chars=cap.output_chars)
+        call = wire.RunIn(
+            f"compat-{uuid.uuid4().hex}", code, stdin,
+            wire.LimitsIn(**dataclasses.asdict(limits)), None, deadline_s,
+        )  # fmt: skip
+        result = await self.service.call(wire.to_run(call, cap))
+        assert isinstance(result, ToolResult)
+        return result
+
+
+def _check_python(language: str, field: str) -> None:
+    if language != "python":
+        raise Refusal("invalid", f"{field}: {language!r} is not served; only 'python' is", field)
+
+
+def _stderr(result: ToolResult) -> str:
+    """What a Python process would have left on stderr, and the limit that ended it, if any."""
+    limit = "" if result.outcome in (Outcome.OK, Outcome.NO_OUTPUT) else result.message
+    parts = (result.stderr, result.traceback, "" if result.traceback else limit)
+    return "\n".join(part for part in parts if part)
+
+
+def _return_code(result: ToolResult) -> int:
+    if result.signal:
+        return -result.signal
+    if result.exit_code:
+        return result.exit_code
+    return 0 if result.outcome.succeeded else 1
+
+
+def _without_output(result: SubmissionResult) -> JudgeResult:
+    return JudgeResult(
+        result.sub_id, result.success, result.run_success, result.cost, result.reason
+    )

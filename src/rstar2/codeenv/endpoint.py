@@ -1,0 +1,173 @@
+"""One server as the client sees it: where it is, how much it has to do, and whether it lives.
+
+`monitor` runs for as long as the client: it asks a living server for its health, and brings back
+a dead one (an owned process is started again, a remote one is asked until it answers).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from rstar2.codeenv import wire
+from rstar2.codeenv.local import LocalServer
+from rstar2.codeenv.transport import Address, Connections, TransportError
+from rstar2.errors import CodeEnvError, InfrastructureError, QueueFullError, UserError
+
+log = logging.getLogger(__name__)
+
+HEALTH_EVERY_S = 2.0
+HEALTH_DEADLINE_S = 5.0
+HEALTH_FAILURES = 2
+"""A busy machine may miss one health check; the second in a row means that the server is gone."""
+REVIVE_FIRST_S, REVIVE_MOST_S = 0.05, 2.0
+
+S = TypeVar("S")
+
+
+class Endpoint:
+    """State of one server; only the client's event loop touches it."""
+
+    def __init__(self, url: str, token: str | None, batch: int, owned: LocalServer | None) -> None:
+        self.owned = owned
+        self.batch = batch
+        self.outstanding = 0
+        self.window = 4 * batch
+        """Calls in flight at most: keeps the server busy and both sides' memory bounded."""
+        self.healthy = False
+        self.retry_at = 0.0
+        """Back-pressure: nothing is sent before this loop time."""
+        self.health = wire.Health("shutting_down")
+        """`health.server` names this life of the server: what an earlier one held is gone."""
+        self.error = "not asked yet"
+        self.pinned: deque[Any] = deque()
+        """Calls that only this server can execute (its sessions)."""
+        self._set_url(url, token)
+        self._down = asyncio.Event()
+
+    def _set_url(self, url: str, token: str | None) -> None:
+        self.url = url
+        self.connections = Connections(Address.parse(url, token))
+
+    def available(self, now: float) -> bool:
+        return self.healthy and now >= self.retry_at and self.outstanding < self.window
+
+    def mark_down(self, reason: str, *, cut: bool = False) -> None:
+        """Avoid this server until the monitor has seen it alive again.
+
+        `cut` also ends what is in flight there, for a server that hangs instead of dying.
+        """
+        if self.healthy:
+            log.warning("code environment %s is down: %s", self.url, reason)
+        self.healthy = False
+        self.error = reason
+        self.connections.close(busy=cut)
+        self._down.set()
+
+    async def check(self) -> None:
+        """Ask for its health; raises when it does not answer well."""
+        health = await self.json("GET", "/health", None, wire.Health, HEALTH_DEADLINE_S)
+        if health.status != "ok":
+            raise CodeEnvError(f"{self.url} is shutting down")
+        if not health.slots:
+            raise UserError(
+                f"codeenv.token: {self.url} wants a token and did not accept the one given; "
+                "set codeenv.token (or RSTAR2_CODEENV_TOKEN) to the server's token"
+            )
+        self.health = health
+        self.window = max(4 * self.batch, 4 * health.slots)
+        self.healthy = True
+        self.retry_at = 0.0
+        self._down.clear()
+
+    async def monitor(self, on_change: Callable[[], None]) -> None:
+        """Keep `healthy` true to the facts until cancelled."""
+        failures = 0
+        while True:
+            if not self.healthy:
+                await self._revive()
+                failures = 0
+                on_change()
+                continue
+            await self._until_down()
+            if not self.healthy:
+                continue
+            try:
+                await self.check()
+                failures = 0
+            except (InfrastructureError, UserError) as error:
+                failures += 1
+                if failures >= HEALTH_FAILURES:
+                    self.mark_down(str(error), cut=True)
+                    on_change()
+
+    async def _until_down(self) -> None:
+        """Sleep until the next health check, or until something says that the server is down."""
+        waits: set[asyncio.Task[Any]] = {asyncio.create_task(self._down.wait())}
+        if self.owned is not None:
+            waits.add(asyncio.create_task(self._process_end(self.owned)))
+        try:
+            await asyncio.wait(
+                waits, timeout=HEALTH_EVERY_S, return_when=asyncio.FIRST_COMPLETED
+            )  # fmt: skip
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _process_end(self, owned: LocalServer) -> None:
+        self.mark_down(f"its process ended with status {await owned.wait()}")
+
+    async def _revive(self) -> None:
+        """Try until the server answers; waits longer after each failure.
+
+        An owned process is started again when it is dead, or alive without answering.
+        """
+        pause_s, failures = REVIVE_FIRST_S, 0
+        while not self.healthy:
+            try:
+                if self.owned is not None and not self.owned.running:
+                    await self.owned.stop()
+                    ready = await self.owned.start()
+                    self._set_url(ready.url, self.owned.token)
+                await self.check()
+            except (InfrastructureError, UserError) as error:
+                self.error = str(error)
+                failures += 1
+                if self.owned is not None and failures >= HEALTH_FAILURES:
+                    await self.owned.stop()
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, REVIVE_MOST_S)
+
+    async def json(self, method: str, path: str, value: Any, kind: type[S], deadline_s: float) -> S:
+        """One small request; an error body becomes the exception that it names."""
+        body = b"" if value is None else wire.encode(value)
+        try:
+            async with asyncio.timeout(deadline_s), self.connections.lease() as connection:
+                response = await connection.request(method, path, body)
+                answer = await response.body()
+        except TimeoutError as error:
+            raise TransportError(f"{self.url} did not answer within {deadline_s:g} s") from error
+        if response.status >= 400:
+            raise to_exception(read_error(answer, self.url, response.status))
+        return wire.read(answer, kind)
+
+
+def read_error(body: bytes, url: str, status: int) -> wire.WireError:
+    """The error in a body, or one made from the status of a stranger's response."""
+    try:
+        return wire.read(body, wire.ErrorBody).error
+    except wire.Refusal:
+        code: wire.ErrorCode = "not_found" if status == 404 else "infrastructure"
+        return wire.WireError(code, f"{url} answered {status} and no error of this protocol")
+
+
+def to_exception(error: wire.WireError) -> Exception:
+    """Back-pressure and outages are infrastructure; the rest is the caller's to fix."""
+    if error.code == "queue_full":
+        return QueueFullError(error.message, error.retry_after_s or 0.1)
+    if error.code in ("shutting_down", "infrastructure"):
+        return CodeEnvError(error.message)
+    return UserError(error.message)

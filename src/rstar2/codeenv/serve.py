@@ -1,0 +1,240 @@
+"""The life of a server process: bind, start the pool, serve, shut down, leave nothing.
+
+    bind -> executor.start -> serve -> SIGTERM, Ctrl-C or owner gone
+         -> drain (finish what runs within the grace, then cancel) -> executor.close
+
+A second signal skips the grace. An owned server (`python -m rstar2.codeenv.serve`) reads its
+configuration from the first line of stdin and takes the end of stdin, or another parent, for the
+death of its owner: it dies with it even when the owner was killed with -9. It answers on stdout
+with one line, `{"url": ...}` or `{"error": ..., "message": ...}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from typing import IO
+
+import msgspec
+import uvicorn
+
+from rstar2.codeenv.protocol import Executor
+from rstar2.codeenv.server import App
+from rstar2.codeenv.service import Service
+from rstar2.codeenv.wire import Ready
+from rstar2.config import CodeEnvConfig
+from rstar2.errors import RstarError, UserError
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 10.0
+OWNER_POLL_S = 1.0
+LOOPBACK = {"127.0.0.1", "::1", "localhost"}
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handling: `serve` owns the order of shutdown."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def make_executor(config: CodeEnvConfig) -> Executor:
+    """The real pool."""
+    from rstar2.codeenv.pool import Pool
+
+    return Pool(config)
+
+
+def check_exposure(config: CodeEnvConfig) -> None:
+    """Refuse to serve beyond loopback without a token."""
+    if config.host not in LOOPBACK and not config.token:
+        raise UserError(
+            f"host: {config.host} is reachable from other machines, and a server without a token "
+            "would run code for all of them; set a token (RSTAR2_CODEENV_TOKEN or --token-file), "
+            "or serve on 127.0.0.1"
+        )
+
+
+def bind(config: CodeEnvConfig) -> socket.socket:
+    """A listening socket, or one clear error."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((config.host, config.port))
+        sock.listen(1024)
+    except OSError as error:
+        sock.close()
+        raise UserError(
+            f"port: cannot listen on {config.host}:{config.port} ({error.strerror}); "
+            "choose another --port (0 takes a free one), or stop what uses it"
+        ) from error
+    sock.setblocking(False)
+    return sock
+
+
+async def serve(
+    config: CodeEnvConfig,
+    *,
+    on_ready: Callable[[Ready], None],
+    owner: IO[bytes] | None = None,
+    executor: Executor | None = None,
+    grace_s: float = GRACE_S,
+) -> None:
+    """Serve until a signal or the owner's death; returns when nothing is left."""
+    check_exposure(config)
+    sock = bind(config)
+    pool = executor or make_executor(config)
+    stop = _Stop()
+    try:
+        with stop.on_signals():
+            starting = asyncio.create_task(pool.start())
+            if not await stop.unless(starting):
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
+                return
+            server_id = f"{socket.gethostname()}:{sock.getsockname()[1]}:{secrets.token_hex(3)}"
+            service = Service(pool, config, server_id)
+            server = _Server(
+                uvicorn.Config(
+                    App(service, config.token), log_config=None, access_log=False, lifespan="off",
+                    server_header=False, timeout_keep_alive=75, ws="none", backlog=1024,
+                )
+            )  # fmt: skip
+            serving = asyncio.create_task(server.serve(sockets=[sock]))
+            watching = asyncio.create_task(_watch_owner(owner, stop)) if owner else None
+            stats = pool.stats()
+            on_ready(Ready(_url(config, sock), stats.isolation, stats.slots))
+            await stop.unless(serving)
+            await _shut_down(server, service, serving, stop, grace_s)
+            if watching is not None:
+                watching.cancel()
+    finally:
+        sock.close()
+        await pool.close(0.0)
+
+
+async def _shut_down(
+    server: _Server, service: Service, serving: asyncio.Task[None], stop: _Stop, grace_s: float
+) -> None:
+    """Drain within the grace unless forced, then end the HTTP server."""
+    draining = asyncio.create_task(service.drain(0.0 if stop.forced.is_set() else grace_s))
+    forced = asyncio.create_task(stop.forced.wait())
+    await asyncio.wait({draining, forced}, return_when=asyncio.FIRST_COMPLETED)
+    draining.cancel()
+    forced.cancel()
+    service.abort()
+    server.should_exit = True
+    # Cancelled calls still get their last line; a caller that does not read it is cut off.
+    await asyncio.wait({serving}, timeout=2.0)
+    server.force_exit = True
+    await asyncio.wait({serving}, timeout=2.0)
+    serving.cancel()
+    await asyncio.gather(serving, draining, forced, return_exceptions=True)
+
+
+class _Stop:
+    """Set by the first signal; `forced` by the second, and by the owner's death."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.forced = asyncio.Event()
+
+    def ask(self) -> None:
+        if self.asked.is_set():
+            self.forced.set()
+        self.asked.set()
+
+    def force(self) -> None:
+        self.asked.set()
+        self.forced.set()
+
+    @contextlib.contextmanager
+    def on_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.ask)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    async def unless(self, task: asyncio.Task[None]) -> bool:
+        """True when the task ended before a stop was asked for; re-raises what it raised."""
+        asked = asyncio.create_task(self.asked.wait())
+        done, _ = await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
+        if task in done:
+            task.result()
+        return task in done
+
+
+async def _watch_owner(owner: IO[bytes], stop: _Stop) -> None:
+    """Force a stop when stdin ends or the parent changes.
+
+    The pipe tells at once; the parent's pid tells even if a fork of the owner holds the pipe.
+    """
+    loop = asyncio.get_running_loop()
+    parent = os.getppid()
+    ended = asyncio.Event()
+    os.set_blocking(owner.fileno(), False)
+
+    def readable() -> None:
+        with contextlib.suppress(BlockingIOError):
+            if not os.read(owner.fileno(), 4096):
+                ended.set()
+
+    loop.add_reader(owner.fileno(), readable)
+    try:
+        while not ended.is_set() and os.getppid() == parent:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), OWNER_POLL_S)
+    finally:
+        loop.remove_reader(owner.fileno())
+    stop.force()
+
+
+def _url(config: CodeEnvConfig, sock: socket.socket) -> str:
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"http://{host}:{sock.getsockname()[1]}"
+
+
+def main() -> int:
+    """Entry of an owned server; see the module's docstring for the conversation."""
+    logging.basicConfig(level=logging.WARNING, format="codeenv: %(levelname)s %(message)s")
+    owner = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115
+    config = CodeEnvConfig.model_validate_json(_first_line(owner))
+
+    def say(ready: Ready) -> None:
+        os.write(1, msgspec.json.encode(ready) + b"\n")
+
+    try:
+        asyncio.run(serve(config, on_ready=say, owner=owner))
+    except RstarError as error:
+        say(Ready(error=type(error).__name__, message=str(error)))
+        return 1
+    return 0
+
+
+def _first_line(stream: IO[bytes]) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = stream.read(1)
+        if not byte:
+            raise UserError("stdin ended before the configuration; this entry is for owners")
+        line += byte
+    return line
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,356 @@
+"""The HTTP face of the code environment: a small ASGI application over `Service`.
+
+Routes are in `App._routes`. Written on ASGI directly because the batch endpoint needs what
+frameworks hide: lines leave as calls finish (one slow call never delays the others of its batch),
+several results that finish together share one write, and a caller that goes away cancels what
+it still had queued.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hmac
+import logging
+import math
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from rstar2.codeenv import wire
+from rstar2.codeenv.service import Service
+from rstar2.codeenv.wire import Refusal, Reply, Request, Result
+from rstar2.errors import CodeEnvError, InfrastructureError, QueueFullError, UserError
+from rstar2.types import ToolResult
+
+log = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Body = bytes
+Handler = Callable[[Body], Awaitable[Any]]
+
+BODY_DEADLINE_S = 60.0
+WRITE_DEADLINE_S = 60.0
+FLUSH_S = 0.004
+"""Lines of one batch that finish closer together than this share a write."""
+
+JSON = b"application/json"
+
+
+class App:
+    """Dispatches requests to the service; every error leaves as {"error": ...}."""
+
+    def __init__(self, service: Service, token: str | None) -> None:
+        from rstar2.codeenv.compat import Compat
+
+        self.service = service
+        self.token = token
+        compat = Compat(service)
+        self._routes: dict[tuple[str, str], Handler] = {
+            ("POST", "/v1/run"): self._run,
+            ("POST", "/v1/verify"): self._verify,
+            ("POST", "/v1/sessions"): self._open_session,
+            ("GET", "/health"): self._health,
+            **compat.routes(),
+        }
+        self._paths = {path for _, path in self._routes} | {"/v1/batch", "/metrics"}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise NotImplementedError(f"{scope['type']} connections are not served")
+        try:
+            await self._dispatch(scope, receive, send)
+        except Refusal as refusal:
+            self.service.metrics.refused[refusal.wire.code] += 1
+            await _send_error(send, refusal.wire)
+        except QueueFullError as error:
+            refusal_ = wire.WireError(
+                "queue_full", str(error), retry_after_s=error.retry_after_s or 0.1
+            )
+            self.service.metrics.refused["queue_full"] += 1
+            await _send_error(send, refusal_)
+        except (CodeEnvError, InfrastructureError) as error:
+            await _send_error(send, wire.WireError("infrastructure", f"{error.name}: {error}"))
+        except UserError as error:
+            await _send_error(send, wire.WireError("invalid", str(error)))
+
+    async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
+        method, path = scope["method"], scope["path"]
+        authorized = self._authorized(scope)
+        if path == "/health" and method == "GET" and not authorized:
+            status = wire.Health(self.service.health().status)
+            return await _send_json(send, {"status": status.status})
+        if not authorized:
+            raise Refusal(
+                "unauthorized",
+                "this server needs its token: send `Authorization: Bearer TOKEN`, or put it into "
+                "the URL as http://token:TOKEN@host:port",
+            )
+        if (method, path) == ("GET", "/metrics"):
+            text = self.service.metrics.render(
+                self.service.executor.stats(), self.service.active, self.service.server
+            )
+            return await _send(send, 200, text.encode(), b"text/plain; version=0.0.4")
+        if (method, path) == ("POST", "/v1/batch"):
+            return await self._batch(await _read_body(scope, receive), receive, send)
+        handler = self._routes.get((method, path)) or self._session_route(method, path)
+        if handler is None:
+            if path in self._paths:
+                raise Refusal("method", f"{path} does not take {method}")
+            raise Refusal(
+                "not_found", f"no such path: {path}; there are {', '.join(sorted(self._paths))}"
+            )
+        body = await _read_body(scope, receive)
+        answer = await _until_gone(handler(body), receive)
+        return await _send_json(send, answer)
+
+    def _authorized(self, scope: Scope) -> bool:
+        if self.token is None:
+            return True
+        given = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
+        scheme, _, secret = given.partition(b" ")
+        if scheme.lower() == b"basic":
+            try:
+                secret = base64.b64decode(secret, validate=True).partition(b":")[2]
+            except binascii.Error:
+                return False
+        elif scheme.lower() != b"bearer":
+            return False
+        return hmac.compare_digest(secret.strip(), self.token.encode())
+
+    # ----------------------------------------------------------------- single calls
+
+    async def _run(self, body: Body) -> Result:
+        request = wire.to_run(wire.read(body, wire.RunIn), self.service.config.cap)
+        return await self.service.call(request)
+
+    async def _verify(self, body: Body) -> Result:
+        return await self.service.call(wire.to_verify(wire.read(body, wire.VerifyIn)))
+
+    async def _health(self, body: Body) -> wire.Health:
+        return self.service.health()
+
+    # ----------------------------------------------------------------- sessions
+
+    def _session_route(self, method: str, path: str) -> Handler | None:
+        """`/v1/sessions/{id}` and `/v1/sessions/{id}/branch`."""
+        prefix, _, rest = path.partition("/v1/sessions/")
+        if prefix or not rest:
+            return None
+        session, _, action = rest.partition("/")
+        if method == "DELETE" and not action:
+            return lambda body: self._close_session(session)
+        if method == "POST" and action == "branch":
+            return lambda body: self._branch_session(session, body)
+        return None
+
+    async def _open_session(self, body: Body) -> Any:
+        asked = wire.read(body or b"{}", wire.SessionIn)
+        if asked.ttl_s is not None and not 0 < asked.ttl_s <= self.service.config.session_ttl_s:
+            most = self.service.config.session_ttl_s
+            raise Refusal(
+                "invalid", f"ttl_s: {asked.ttl_s} must be above 0 and at most {most}", "ttl_s"
+            )
+        return await self.service.executor.open_session(asked.id, asked.ttl_s)
+
+    async def _branch_session(self, session: str, body: Body) -> Any:
+        asked = wire.read(body or b"{}", wire.BranchIn)
+        return await self.service.executor.branch_session(session, asked.id)
+
+    async def _close_session(self, session: str) -> dict[str, str]:
+        await self.service.executor.close_session(session)
+        return {"closed": session}
+
+    # ----------------------------------------------------------------- batches
+
+    async def _batch(self, body: Body, receive: Receive, send: Send) -> None:
+        calls = wire.read(body, wire.BatchIn).calls
+        if not 0 < len(calls) <= wire.MAX_BATCH:
+            raise Refusal(
+                "invalid", f"calls: {len(calls)} calls; send 1 to {wire.MAX_BATCH}", "calls"
+            )
+        if len({call.id for call in calls}) < len(calls):
+            raise Refusal("invalid", "calls: two calls have the same id; ids are unique", "calls")
+        del body
+        stream = _Stream(self.service, len(calls))
+        for call in calls:
+            stream.add(call)
+        refused = stream.all_refused()
+        if refused is not None:
+            raise refused
+        await stream.answer(receive, send)
+
+
+class _Stream:
+    """Answers the calls of one batch, line by line, as they finish."""
+
+    def __init__(self, service: Service, count: int) -> None:
+        self.service = service
+        self.count = count
+        self._open: dict[str, Request] = {}
+        self._ready: list[bytes] = []
+        self._refusals: list[Refusal] = []
+        self._wake = asyncio.Event()
+        self._gone = False
+
+    def add(self, call: wire.RunIn | wire.VerifyIn) -> None:
+        """Submit one call; a refusal becomes its line."""
+        try:
+            request: Request
+            if isinstance(call, wire.RunIn):
+                request = wire.to_run(call, self.service.config.cap)
+            else:
+                request = wire.to_verify(call)
+            task = self.service.submit(request)
+        except Refusal as refusal:
+            self._refusals.append(refusal)
+            self._refuse(call.id, refusal.wire)
+            return
+        self._open[call.id] = request
+        task.add_done_callback(lambda done: self._finish(request, done))
+
+    def all_refused(self) -> Refusal | None:
+        """The reason, if back-pressure or shutdown refused every call of the batch."""
+        codes = {refusal.wire.code for refusal in self._refusals}
+        if len(self._refusals) == self.count and codes in ({"queue_full"}, {"shutting_down"}):
+            return self._refusals[0]
+        return None
+
+    def _refuse(self, call_id: str, error: wire.WireError) -> None:
+        self.service.metrics.refused[error.code] += 1
+        self._line(Reply(call_id, error=error))
+
+    def _finish(self, request: Request, task: asyncio.Task[Result]) -> None:
+        if self._open.pop(request.id, None) is None:
+            return None
+        if task.cancelled():
+            error = wire.WireError("shutting_down", "the server is shutting down; ask another")
+            return self._refuse(request.id, error)
+        failed = task.exception()
+        if isinstance(failed, Refusal):
+            return self._refuse(request.id, failed.wire)
+        if failed is not None:
+            error = wire.WireError("infrastructure", f"{type(failed).__name__}: {failed}")
+            return self._refuse(request.id, error)
+        result = task.result()
+        if isinstance(result, ToolResult):
+            return self._line(Reply(request.id, run=result))
+        return self._line(Reply(request.id, verify=result))
+
+    def _line(self, reply: Reply) -> None:
+        self._ready.append(wire.encode(reply) + b"\n")
+        self._wake.set()
+
+    async def answer(self, receive: Receive, send: Send) -> None:
+        """Write lines until all calls are answered or the caller is gone."""
+        await _start(send, 200, b"application/x-ndjson")
+        watcher = asyncio.create_task(_disconnect(receive))
+        watcher.add_done_callback(self._on_gone)
+        try:
+            await self._write_lines(send)
+        finally:
+            watcher.cancel()
+            for request in self._open.values():
+                self.service.leave(request)
+            self._open.clear()
+
+    def _on_gone(self, watcher: asyncio.Task[None]) -> None:
+        self._gone = not watcher.cancelled()
+        self._wake.set()
+
+    async def _write_lines(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        left, flushed_s = self.count, -math.inf
+        while left:
+            await self._wake.wait()
+            wait_s = flushed_s + FLUSH_S - loop.time()
+            if wait_s > 0 and len(self._ready) < left:
+                await asyncio.sleep(wait_s)
+            self._wake.clear()
+            if self._gone:
+                return
+            chunk = b"".join(self._ready)
+            left -= len(self._ready)
+            self._ready.clear()
+            async with asyncio.timeout(WRITE_DEADLINE_S):
+                await send({"type": "http.response.body", "body": chunk, "more_body": left > 0})
+            flushed_s = loop.time()
+
+
+# --------------------------------------------------------------------------- ASGI helpers
+
+
+async def _read_body(scope: Scope, receive: Receive) -> bytes:
+    """The request body, bounded in size and time."""
+    length = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
+    too_large = Refusal(
+        "too_large", f"the body is above {wire.MAX_BODY_BYTES} bytes; send smaller batches"
+    )
+    if length.isdigit() and int(length) > wire.MAX_BODY_BYTES:
+        raise too_large
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_DEADLINE_S):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Refusal("bad_json", "the caller went away before the body was complete")
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > wire.MAX_BODY_BYTES:
+                    raise too_large
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+    except TimeoutError as error:
+        raise Refusal(
+            "bad_json", f"the body was not complete after {BODY_DEADLINE_S:g} s"
+        ) from error
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _until_gone(answer: Awaitable[Any], receive: Receive) -> Any:
+    """Await an answer; when the caller goes away first, cancel it."""
+    task = asyncio.ensure_future(answer)
+    watcher = asyncio.create_task(_disconnect(receive))
+    watcher.add_done_callback(lambda done: None if done.cancelled() else task.cancel())
+    try:
+        return await task
+    except asyncio.CancelledError:
+        task.cancel()
+        if watcher.done() and not watcher.cancelled():
+            raise Refusal("bad_json", "the caller went away before the answer") from None
+        raise
+    finally:
+        watcher.cancel()
+
+
+async def _start(send: Send, status: int, kind: bytes, *headers: tuple[bytes, bytes]) -> None:
+    all_headers = [(b"content-type", kind), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": all_headers})
+
+
+async def _send(
+    send: Send, status: int, body: bytes, kind: bytes, *headers: tuple[bytes, bytes]
+) -> None:
+    await _start(send, status, kind, (b"content-length", str(len(body)).encode()), *headers)
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _send_json(send: Send, value: Any) -> None:
+    await _send(send, 200, wire.encode(value), JSON)
+
+
+async def _send_error(send: Send, error: wire.WireError) -> None:
+    headers: list[tuple[bytes, bytes]] = []
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", str(math.ceil(error.retry_after_s)).encode()))
+    if error.code == "unauthorized":
+        headers.append((b"www-authenticate", b"Bearer"))
+    body = wire.encode(wire.ErrorBody(error))
+    await _send(send, wire.STATUS[error.code], body, JSON, *headers)

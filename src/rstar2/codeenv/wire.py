@@ -1,0 +1,315 @@
+"""What the code environment says over HTTP: JSON forms, their validation, and error bodies.
+
+    POST /v1/run      {"id", "code", "stdin"?, "limits"?, "session"?, "deadline_s"?} -> ToolResult
+    POST /v1/verify   {"id", "function", "arguments"?, "deadline_s"?}              -> VerifyResult
+    POST /v1/batch    {"calls": [{"kind": "run", ...} | {"kind": "verify", ...}]}  -> NDJSON Reply
+    POST /v1/sessions {"id"?, "ttl_s"?}                                            -> SessionInfo
+    POST /v1/sessions/{id}/branch {"id"?}                                          -> SessionInfo
+    errors            {"error": {"code", "message", "field"?, "retry_after_s"?}}
+
+A batch is answered line by line in the order of completion; every line carries the id of its
+call, and a call that cannot be executed gets a line with `error` instead of spoiling the rest.
+Unknown fields are errors: a misspelt limit must never be ignored in silence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar, cast
+
+import msgspec
+
+from rstar2.codeenv.protocol import RunRequest, VerifyRequest, VerifyResult
+from rstar2.errors import UserError
+from rstar2.types import Limits, ToolResult
+
+MAX_BODY_BYTES = 64 << 20
+MAX_CODE_BYTES = 1 << 20
+MAX_STDIN_BYTES = 8 << 20
+MAX_ID_CHARS = 256
+MAX_BATCH = 1024
+DEFAULT_DEADLINE_S = 600.0
+"""Budget of a call whose caller named none: no wait is without a deadline."""
+
+ErrorCode = Literal[
+    "bad_json",
+    "invalid",
+    "too_large",
+    "unauthorized",
+    "not_found",
+    "method",
+    "conflict",
+    "queue_full",
+    "shutting_down",
+    "infrastructure",
+]
+
+STATUS: Mapping[ErrorCode, int] = {
+    "bad_json": 400,
+    "invalid": 422,
+    "too_large": 413,
+    "unauthorized": 401,
+    "not_found": 404,
+    "method": 405,
+    "conflict": 409,
+    "queue_full": 429,
+    "shutting_down": 503,
+    "infrastructure": 503,
+}
+
+
+class WireError(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Why a request or a call was refused; `field` names what to change."""
+
+    code: ErrorCode
+    message: str
+    field: str | None = None
+    retry_after_s: float | None = None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """Body of every response with a status of 400 or more."""
+
+    error: WireError
+
+
+class Refusal(UserError):
+    """A request that is answered with an error; carries what the caller is told."""
+
+    def __init__(
+        self,
+        code: ErrorCode,
+        message: str,
+        field: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.wire = WireError(code, message, field, retry_after_s)
+
+
+class LimitsIn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`types.Limits` as a caller writes it; unknown limits are refused."""
+
+    wall_s: float | None = None
+    cpu_s: float | None = None
+    memory_mb: int | None = None
+    processes: int | None = None
+    file_mb: int | None = None
+    scratch_mb: int | None = None
+    output_chars: int | None = None
+
+
+class RunIn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="run"):
+    """A run request as a caller writes it."""
+
+    id: str
+    code: str
+    stdin: str = ""
+    limits: LimitsIn = LimitsIn()
+    session: str | None = None
+    deadline_s: float | None = None
+
+
+class VerifyIn(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="verify"
+):
+    """A verify request as a caller writes it."""
+
+    id: str
+    function: str
+    arguments: dict[str, Any] = {}
+    deadline_s: float | None = None
+
+
+class BatchIn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Up to MAX_BATCH calls, answered one by one."""
+
+    calls: list[RunIn | VerifyIn]
+
+
+class SessionIn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A session to open; its id is chosen by the server when absent."""
+
+    id: str | None = None
+    ttl_s: float | None = None
+
+
+class BranchIn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A branch of a session; its id is chosen by the server when absent."""
+
+    id: str | None = None
+
+
+class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line of a batch: exactly one of `run`, `verify` and `error` is set."""
+
+    id: str
+    run: ToolResult | None = None
+    verify: VerifyResult | None = None
+    error: WireError | None = None
+
+
+class Health(msgspec.Struct, frozen=True):
+    """What a server says about itself."""
+
+    status: Literal["ok", "shutting_down"]
+    server: str = ""
+    version: str = ""
+    isolation: str = ""
+    slots: int = 0
+    busy: int = 0
+    queued: int = 0
+    queue: int = 0
+    sessions: int = 0
+    restarts: int = 0
+    completed: dict[str, int] = {}
+    default: Limits = Limits()
+    cap: Limits = Limits()
+
+
+class Ready(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The one line an owned server prints: where it is, or why it is not."""
+
+    url: str = ""
+    isolation: str = ""
+    slots: int = 0
+    error: str = ""
+    message: str = ""
+
+
+Request = RunRequest | VerifyRequest
+Result = ToolResult | VerifyResult
+S = TypeVar("S")
+
+_encoder = msgspec.json.Encoder()
+_decoders: dict[type, msgspec.json.Decoder[Any]] = {}
+
+
+def read(body: bytes, kind: type[S]) -> S:
+    """Decode a body; a Refusal names the field and what is accepted there."""
+    try:
+        decoder = _decoders.get(kind)
+        if decoder is None:
+            decoder = _decoders[kind] = msgspec.json.Decoder(kind)
+        return cast(S, decoder.decode(body))
+    except msgspec.ValidationError as error:
+        raise Refusal("invalid", _explain(str(error)), _path(str(error))) from error
+    except msgspec.DecodeError as error:
+        raise Refusal(
+            "bad_json", f"the body is not JSON: {error}; send a JSON object in UTF-8"
+        ) from error
+
+
+def _path(message: str) -> str | None:
+    """`... - at `$.limits.wall_s`` -> limits.wall_s."""
+    head, at, tail = message.rpartition(" - at `")
+    return tail.rstrip("`").removeprefix("$").lstrip(".") or None if at and head else None
+
+
+def _explain(message: str) -> str:
+    """Add what would be accepted to msgspec's message, which names the offending field."""
+    if "unknown field" not in message:
+        return message
+    known = LimitsIn.__struct_fields__ if "limits" in (_path(message) or "") else ()
+    hint = f"; known limits: {', '.join(known)}" if known else "; see docs/code-environment.md"
+    return message + hint
+
+
+# --------------------------------------------------------------------------- validation
+
+
+def to_run(call: RunIn, cap: Limits) -> RunRequest:
+    """A checked RunRequest, or a Refusal that names the field and the way out."""
+    _check_id(call.id)
+    _check_size("code", call.code, MAX_CODE_BYTES)
+    _check_size("stdin", call.stdin, MAX_STDIN_BYTES)
+    _check_positive("deadline_s", call.deadline_s)
+    if call.session is not None:
+        _check_id(call.session, "session")
+    limits = Limits(*(getattr(call.limits, name) for name in LimitsIn.__struct_fields__))
+    check_limits(limits, cap)
+    return RunRequest(call.id, call.code, call.stdin, limits, call.session, call.deadline_s)
+
+
+def to_verify(call: VerifyIn) -> VerifyRequest:
+    """A checked VerifyRequest, or a Refusal."""
+    _check_id(call.id)
+    _check_positive("deadline_s", call.deadline_s)
+    if not call.function:
+        raise Refusal("invalid", "function: is empty; name one of verify.FUNCTIONS", "function")
+    return VerifyRequest(call.id, call.function, call.arguments, call.deadline_s)
+
+
+def check_limits(limits: Limits, cap: Limits) -> None:
+    """Refuse limits that are not positive or that exceed the server's caps."""
+    for field in dataclasses.fields(Limits):
+        value, most = getattr(limits, field.name), getattr(cap, field.name)
+        name = f"limits.{field.name}"
+        _check_positive(name, value)
+        if value is not None and most is not None and value > most:
+            raise Refusal(
+                "invalid",
+                f"{name}: {value} is above this server's cap of {most}; "
+                f"ask for at most {most}, or raise the cap where the server is started",
+                name,
+            )
+
+
+def _check_id(value: str, field: str = "id") -> None:
+    if not 0 < len(value) <= MAX_ID_CHARS:
+        raise Refusal(
+            "invalid", f"{field}: must have 1 to {MAX_ID_CHARS} characters, has {len(value)}", field
+        )
+
+
+def _check_size(field: str, value: str, most: int) -> None:
+    if len(value) > most or (len(value) * 4 > most and len(value.encode()) > most):
+        raise Refusal(
+            "too_large", f"{field}: {len(value)} characters are above the limit of {most} bytes",
+            field,
+        )  # fmt: skip
+
+
+def _check_positive(field: str, value: float | int | None) -> None:
+    if value is not None and not (value > 0 and math.isfinite(value)):
+        raise Refusal("invalid", f"{field}: {value} must be above 0", field)
+
+
+# --------------------------------------------------------------------------- encoding
+
+
+def encode(value: Any) -> bytes:
+    """JSON in UTF-8; text that has no UTF-8 form (lone surrogates) is replaced by `?`."""
+    try:
+        return _encoder.encode(value)
+    except UnicodeEncodeError:
+        return _encoder.encode(_scrub(msgspec.to_builtins(value)))
+
+
+def _scrub(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_scrub(k): _scrub(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_scrub(v) for v in value]
+    return value
+
+
+def encode_call(request: Request, deadline_s: float) -> bytes:
+    """One member of a batch, with what is left of the caller's budget."""
+    if isinstance(request, RunRequest):
+        limits = LimitsIn(*(getattr(request.limits, n) for n in LimitsIn.__struct_fields__))
+        return _encoder.encode(
+            RunIn(request.id, request.code, request.stdin, limits, request.session, deadline_s)
+        )
+    return _encoder.encode(
+        VerifyIn(request.id, request.function, dict(request.arguments), deadline_s)
+    )
+
+
+def join_batch(calls: list[bytes]) -> bytes:
+    """The body of /v1/batch from encoded calls."""
+    return b'{"calls":[' + b",".join(calls) + b"]}"

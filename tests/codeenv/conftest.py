@@ -1,0 +1,165 @@
+"""A hand-written executor and a real HTTP server around it, for tests of the service."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+
+import pytest
+
+from rstar2.codeenv.protocol import (
+    PoolStats,
+    RunRequest,
+    SessionInfo,
+    VerifyRequest,
+    VerifyResult,
+)
+from rstar2.codeenv.serve import _Server
+from rstar2.codeenv.server import App
+from rstar2.codeenv.service import Service
+from rstar2.config import CodeEnvConfig
+from rstar2.errors import CodeEnvError, QueueFullError
+from rstar2.types import Outcome, ToolResult
+
+
+class FakeExecutor:
+    """Runs a toy language, one instruction per program, so that tests choose what happens.
+
+    `echo TEXT`, `sleep SECONDS`, `hang`, `flaky N` (infrastructure N times, then ok),
+    `swap` (answers with another call's id), `full` (its queue is full), `crash` (a bug).
+    """
+
+    def __init__(self, slots: int = 4) -> None:
+        self.slots = slots
+        self.executed: Counter[str] = Counter()
+        self.cancelled: list[str] = []
+        self.running: set[str] = set()
+        self.sessions: dict[str, SessionInfo] = {}
+        self.release = asyncio.Event()
+        self._free = asyncio.Semaphore(slots)
+
+    async def start(self) -> None:
+        return
+
+    async def run(self, request: RunRequest) -> ToolResult:
+        try:
+            async with self._free:
+                self.executed[request.id] += 1
+                self.running.add(request.id)
+                return await self._obey(request)
+        except asyncio.CancelledError:
+            self.cancelled.append(request.id)
+            raise
+        finally:
+            self.running.discard(request.id)
+
+    async def _obey(self, request: RunRequest) -> ToolResult:
+        word, _, rest = request.code.partition(" ")
+        answered = request.id
+        if word == "sleep":
+            await asyncio.sleep(float(rest))
+        elif word == "hang":
+            await self.release.wait()
+        elif word == "flaky" and self.executed[request.id] <= int(rest):
+            return ToolResult(request.id, Outcome.INFRASTRUCTURE, message="a worker died")
+        elif word == "swap":
+            answered = "another"
+        elif word == "full":
+            raise QueueFullError("the executor's queue is full", 0.05)
+        elif word == "lost":
+            raise CodeEnvError("no slot could be started")
+        elif word == "crash":
+            raise ZeroDivisionError("a bug in the executor")
+        return ToolResult(answered, Outcome.OK, stdout=rest, wall_s=0.001, isolation="portable")
+
+    async def verify(self, request: VerifyRequest) -> VerifyResult:
+        self.executed[request.id] += 1
+        return VerifyResult(request.id, value=request.arguments.get("x"))
+
+    async def open_session(self, session: str | None, ttl_s: float | None) -> SessionInfo:
+        info = SessionInfo(session or secrets.token_hex(4), ttl_s or 300.0)
+        self.sessions[info.id] = info
+        return info
+
+    async def branch_session(self, session: str, branch: str | None) -> SessionInfo:
+        info = SessionInfo(branch or secrets.token_hex(4), 300.0, parent=session)
+        self.sessions[info.id] = info
+        return info
+
+    async def close_session(self, session: str) -> None:
+        del self.sessions[session]
+
+    def stats(self) -> PoolStats:
+        completed = {"ok": self.executed.total()}
+        busy = len(self.running)
+        return PoolStats("portable", self.slots, busy, 0, len(self.sessions), 0, completed)
+
+    async def close(self, grace_s: float) -> None:
+        self.release.set()
+
+
+class Running:
+    """A server in this event loop; `kill` breaks it off as a crash would."""
+
+    def __init__(self, executor: FakeExecutor, config: CodeEnvConfig, port: int = 0) -> None:
+        self.executor = executor
+        self.service = Service(executor, config, f"fake-{secrets.token_hex(3)}")
+        self.app = App(self.service, config.token)
+        self.sock = socket.socket()
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.sock.bind(("127.0.0.1", port))
+        self.port = self.sock.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._server: _Server | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        import uvicorn
+
+        self._server = _Server(
+            uvicorn.Config(self.app, log_config=None, access_log=False, lifespan="off")
+        )
+        self.sock.listen(64)
+        self._task = asyncio.create_task(self._server.serve(sockets=[self.sock]))
+        while not self._server.started:
+            await asyncio.sleep(0.01)
+
+    async def kill(self) -> None:
+        """Break every connection and stop listening, without a word."""
+        assert self._server is not None
+        assert self._task is not None
+        self._server.should_exit = self._server.force_exit = True
+        for connection in list(self._server.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+        self.service.abort()
+        await self._task
+        self.sock.close()
+
+
+Serve = Callable[..., AbstractAsyncContextManager[Running]]
+
+
+@pytest.fixture
+def serve() -> Serve:
+    """`async with serve(...) as running`: a real HTTP server around a FakeExecutor."""
+
+    @contextlib.asynccontextmanager
+    async def start(
+        executor: FakeExecutor | None = None, port: int = 0, slots: int = 4, **settings: object
+    ) -> AsyncIterator[Running]:
+        config = CodeEnvConfig.model_validate(settings)
+        running = Running(executor or FakeExecutor(slots), config, port)
+        await running.start()
+        try:
+            yield running
+        finally:
+            with contextlib.suppress(OSError):
+                await running.kill()
+
+    return start
