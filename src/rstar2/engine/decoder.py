@@ -1,0 +1,341 @@
+"""The forward pass of Llama, Qwen2 and Qwen3 models over our own KV cache, in few fused operations.
+
+Tokens of all sequences are packed into one [N, hidden] tensor; only attention knows which token
+belongs to whom. A `Segment` says where: decode segments are one new token for each of the first
+rows of a slab, prefill segments are a run of tokens of one row.
+
+Against transformers: same weights, same rotary frequencies (transformers' own module), same
+formula; what differs is the order of floating-point sums. Rows of the q and k projections are
+permuted so that the two halves of a rotary pair are neighbours and RoPE is one complex product;
+queries and keys are permuted alike, so their products do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from rstar2.engine.slabs import Slab
+from rstar2.errors import UserError
+
+KNOWN = ("llama", "qwen2", "qwen3")
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the forward pass needs to know of a model's configuration."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    eps: float
+    tied: bool
+    qk_norm: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights of one layer, fused: q, k and v in one matrix, gate and up in another."""
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    out: torch.Tensor
+    out_bias: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSegment:
+    """One new token for each of rows 0..n-1 of a slab, at `positions`; tokens first..first+n-1."""
+
+    slab: Slab
+    first: int
+    rows: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor
+    """[n * kv_heads, 1, reach]: 0 where a key may be seen, -inf beyond a row's length."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSegment:
+    """`count` new tokens of one row from position `start`; tokens first..first+count-1."""
+
+    slab: Slab
+    first: int
+    row: int
+    start: int
+    count: int
+
+
+Segment = DecodeSegment | PrefillSegment
+
+
+def read_config(model: Path) -> tuple[Any, Shape]:
+    """Configuration and shape of a transformers directory; UserError where we cannot run it."""
+    from transformers import AutoConfig
+
+    if not (model / "config.json").is_file():
+        raise UserError(f"model: {model} is not a transformers directory (it has no config.json)")
+    config = AutoConfig.from_pretrained(str(model), local_files_only=True)
+    kind = config.model_type
+    if kind not in KNOWN:
+        raise UserError(
+            f"model: {model} is of type {kind!r}; the embedded engine runs {', '.join(KNOWN)}. "
+            "Use engine.kind: vllm for others."
+        )
+    if config.hidden_act not in ("silu", "swish"):
+        raise UserError(f"model: {model} has hidden_act {config.hidden_act!r}; only silu is known")
+    if any(t != "full_attention" for t in getattr(config, "layer_types", None) or ()):
+        raise UserError(f"model: {model} has sliding-window layers, which are not supported")
+    rope = (config.rope_parameters or {}).get("rope_type", "default")
+    if rope in LENGTH_DEPENDENT_ROPE:
+        raise UserError(f"model: {model} uses {rope!r} RoPE, which changes with the length")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    shape = Shape(
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        vocabulary=config.vocab_size,
+        eps=config.rms_norm_eps,
+        tied=bool(config.tie_word_embeddings),
+        qk_norm=kind == "qwen3",
+    )
+    return config, shape
+
+
+def read_weights(model: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a directory's safetensors files, by their transformers names."""
+    files = sorted(model.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"model: {model} has no .safetensors file; save it with save_pretrained")
+    state: dict[str, torch.Tensor] = {}
+    for file in files:
+        state.update(load_file(file))
+    return state
+
+
+def rotary_table(config: Any, length: int, head_dim: int) -> torch.Tensor:
+    """cos + i sin per (position, pair), from transformers' own rotary module."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    rotary = LlamaRotaryEmbedding(config)
+    cos, sin = rotary(torch.zeros(1), torch.arange(length)[None])
+    if cos.shape[-1] != head_dim:
+        raise UserError(f"model: rotates {cos.shape[-1]} of {head_dim} dimensions; all are needed")
+    half = head_dim // 2
+    return torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
+
+
+class Decoder:
+    """A model's weights and its forward pass."""
+
+    def __init__(
+        self,
+        config: Any,
+        shape: Shape,
+        state: Mapping[str, torch.Tensor],
+        *,
+        max_length: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.shape = shape
+        self.device = device
+        self.dtype = dtype
+        self._table = rotary_table(config, max_length, shape.head_dim).to(device)
+        self._scale = shape.head_dim**-0.5
+        pairs = torch.arange(shape.head_dim).view(2, -1).t().reshape(-1)
+        self._pairs = pairs.to(device)
+        self.install(state)
+
+    def install(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take new weights whole, or raise UserError and keep the old ones."""
+        shape = self.shape
+        take = _Taker(state, self.device, self.dtype)
+        embedding = take("model.embed_tokens.weight", shape.vocabulary, shape.hidden)
+        norm = take("model.norm.weight", shape.hidden)
+        head = embedding if shape.tied else take("lm_head.weight", shape.vocabulary, shape.hidden)
+        layers = [self._layer(take, f"model.layers.{i}.") for i in range(shape.layers)]
+        if take.unused - {"lm_head.weight"}:
+            raise UserError(f"weights: unknown tensors {sorted(take.unused)[:3]}")
+        self.embedding, self.norm, self.head, self.layers = embedding, norm, head, layers
+
+    def _layer(self, take: _Taker, at: str) -> Layer:
+        shape = self.shape
+
+        def paired(name: str, heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+            rows = heads * shape.head_dim
+            order = torch.arange(rows, device=self.device).view(heads, -1)[:, self._pairs].view(-1)
+            bias = take.optional(f"{at}self_attn.{name}.bias", rows)
+            weight = take(f"{at}self_attn.{name}.weight", rows, shape.hidden)
+            return weight[order], None if bias is None else bias[order]
+
+        q, q_bias = paired("q_proj", shape.heads)
+        k, k_bias = paired("k_proj", shape.kv_heads)
+        values = shape.kv_heads * shape.head_dim
+        v = take(f"{at}self_attn.v_proj.weight", values, shape.hidden)
+        v_bias = take.optional(f"{at}self_attn.v_proj.bias", values)
+        gate = take(f"{at}mlp.gate_proj.weight", None, shape.hidden)
+        up = take(f"{at}mlp.up_proj.weight", None, shape.hidden)
+        q_norm = k_norm = None
+        if shape.qk_norm:
+            q_norm = take(f"{at}self_attn.q_norm.weight", shape.head_dim)[self._pairs]
+            k_norm = take(f"{at}self_attn.k_norm.weight", shape.head_dim)[self._pairs]
+        return Layer(
+            input_norm=take(f"{at}input_layernorm.weight", shape.hidden),
+            qkv=torch.cat((q, k, v)),
+            qkv_bias=_cat_biases((q_bias, k_bias, v_bias)),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            out=take(f"{at}self_attn.o_proj.weight", shape.hidden, shape.heads * shape.head_dim),
+            out_bias=take.optional(f"{at}self_attn.o_proj.bias", shape.hidden),
+            mlp_norm=take(f"{at}post_attention_layernorm.weight", shape.hidden),
+            gate_up=torch.cat((gate, up)),
+            gate_up_bias=_cat_biases(
+                tuple(take.optional(f"{at}mlp.{n}.bias", None) for n in ("gate_proj", "up_proj"))
+            ),
+            down=take(f"{at}mlp.down_proj.weight", shape.hidden, None),
+            down_bias=take.optional(f"{at}mlp.down_proj.bias", shape.hidden),
+        )
+
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, segments: Sequence[Segment]
+    ) -> torch.Tensor:
+        """Run the packed tokens, writing their KV; returns the last hidden states [N, hidden]."""
+        shape = self.shape
+        x = self.embedding[ids]
+        rotation = self._table[positions].unsqueeze(1)
+        for index, layer in enumerate(self.layers):
+            h = F.rms_norm(x, (shape.hidden,), layer.input_norm, shape.eps)
+            qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(x.shape[0], -1, shape.head_dim)
+            self._rotate(qkv, layer, rotation)
+            outs = [self._attend(index, qkv, segment) for segment in segments]
+            mixed = outs[0] if len(outs) == 1 else torch.cat(outs)
+            x = _residual(x, mixed, layer.out, layer.out_bias)
+            h = F.rms_norm(x, (shape.hidden,), layer.mlp_norm, shape.eps)
+            gate, up = F.linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+            x = _residual(x, F.silu(gate).mul_(up), layer.down, layer.down_bias)
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of the given hidden states."""
+        h = F.rms_norm(hidden, (self.shape.hidden,), self.norm, self.shape.eps)
+        return F.linear(h, self.head)
+
+    def _rotate(self, qkv: torch.Tensor, layer: Layer, rotation: torch.Tensor) -> None:
+        """Apply qk-norm (where the model has it) and RoPE in place; values stay as they are."""
+        shape = self.shape
+        if layer.q_norm is not None and layer.k_norm is not None:
+            heads, both = shape.heads, shape.heads + shape.kv_heads
+            size = (shape.head_dim,)
+            qkv[:, :heads] = F.rms_norm(qkv[:, :heads], size, layer.q_norm, shape.eps)
+            qkv[:, heads:both] = F.rms_norm(qkv[:, heads:both], size, layer.k_norm, shape.eps)
+        qk = qkv[:, : shape.heads + shape.kv_heads]
+        pairs = qk.unflatten(-1, (-1, 2))
+        if self.dtype is torch.float32:
+            torch.view_as_complex(pairs).mul_(rotation)
+        else:  # torch has no complex type of half precision
+            turned = torch.view_as_complex(pairs.float()) * rotation
+            qk.copy_(torch.view_as_real(turned).flatten(-2))
+
+    def _attend(self, index: int, qkv: torch.Tensor, segment: Segment) -> torch.Tensor:
+        """Write the segment's keys and values, then attend; [tokens, heads * head_dim]."""
+        shape = self.shape
+        heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
+        cache = segment.slab.layer(index)
+        if isinstance(segment, DecodeSegment):
+            n = segment.rows.shape[0]
+            part = qkv[segment.first : segment.first + n]
+            fresh = part[:, heads:].view(n, 2, kv_heads, head_dim)
+            cache[:, segment.rows, :, segment.positions] = fresh
+            reach = segment.mask.shape[-1]
+            keys, values = cache[:, :n].flatten(1, 2)[:, :, :reach].unbind(0)
+            q = part[:, :heads].reshape(n * kv_heads, heads // kv_heads, head_dim)
+            scores = torch.baddbmm(segment.mask, q, keys.transpose(1, 2), alpha=self._scale)
+            return torch.bmm(torch.softmax(scores, dim=-1), values).view(n, heads * head_dim)
+        count, end = segment.count, segment.start + segment.count
+        part = qkv[segment.first : segment.first + count]
+        fresh = part[:, heads:].view(count, 2, kv_heads, head_dim).permute(1, 2, 0, 3)
+        cache[:, segment.row, :, segment.start : end] = fresh
+        keys, values = cache[:, segment.row, None, :, :end].unbind(0)
+        mask = None
+        if segment.start and count > 1:
+            mask = torch.ones(count, end, dtype=torch.bool, device=qkv.device).tril_(segment.start)
+        out = F.scaled_dot_product_attention(
+            part[:, :heads].transpose(0, 1)[None],
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=not segment.start and count > 1,
+            scale=self._scale,
+            enable_gqa=heads != kv_heads,
+        )
+        return out[0].transpose(0, 1).reshape(count, heads * head_dim)
+
+
+class _Taker:
+    """Hands out tensors of a state dict by name, checking shape and remembering what is left."""
+
+    def __init__(
+        self, state: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._state = state
+        self._device = device
+        self._dtype = dtype
+        self.unused = set(state)
+
+    def __call__(self, name: str, *sizes: int | None) -> torch.Tensor:
+        tensor = self.optional(name, *sizes)
+        if tensor is None:
+            raise UserError(f"weights: {name} is missing")
+        return tensor
+
+    def optional(self, name: str, *sizes: int | None) -> torch.Tensor | None:
+        tensor = self._state.get(name)
+        if tensor is None:
+            return None
+        self.unused.discard(name)
+        if len(sizes) != tensor.dim() or any(
+            want is not None and want != have
+            for want, have in zip(sizes, tensor.shape, strict=True)
+        ):
+            raise UserError(f"weights: {name} has shape {tuple(tensor.shape)}, expected {sizes}")
+        # A copy always: the caller may go on training the tensors it gave us.
+        return tensor.detach().to(self._device, self._dtype, copy=True)
+
+
+def _cat_biases(biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    present = [bias for bias in biases if bias is not None]
+    if not present:
+        return None
+    if len(present) != len(biases):
+        raise UserError("weights: some of the projections that are fused have a bias, some do not")
+    return torch.cat(present)
+
+
+def _residual(
+    x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """x + linear(y), in one operation where there is no bias."""
+    if bias is None:
+        return torch.addmm(x, y, weight.t())
+    return x + F.linear(y, weight, bias)

@@ -1,0 +1,392 @@
+"""The embedded engine: our own batched decoder in a worker process (or thread) of this machine.
+
+Promises, beyond those of `base.Engine`:
+- Nothing here computes: every call sends a frame and awaits its answer, so the event loop is
+  never blocked. `process=True` (default) keeps the model in a process of its own; `process=False`
+  runs the same worker in a thread and leaves torch's thread count as it is.
+- With equal weights, prompt and sampling, a request draws with the same noise whatever runs beside
+  it. Sums of floats are taken in an order that depends on the batch, so logits agree to about 1e-6,
+  not to the bit: two runs differ only where a draw falls that close between two tokens.
+- `update_weights` does not wait for running requests: they keep what they have sampled, their KV
+  is computed again under the new weights, and each token carries the version that sampled it.
+- When the worker dies, every pending call raises EngineError. `start()` then makes a new one, with
+  the weights of the model directory and the version given at construction: stale until updated.
+- Temperature 0 is greedy and reports the model's own logprobs (temperature 1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rstar2.engine import wire
+from rstar2.engine.base import WeightUpdate
+from rstar2.engine.worker import Settings, Worker
+from rstar2.errors import DeadlineError, EngineError, UserError
+from rstar2.types import EngineCapacity, EngineLoad, Generation, Sampling
+
+if TYPE_CHECKING:
+    import torch
+
+START_DEADLINE_S = 300.0
+CONTROL_DEADLINE_S = 300.0
+"""Longest wait for load, score and update: they are answered between two steps."""
+CLOSE_DEADLINE_S = 10.0
+
+OnToken = Callable[[list[int]], None]
+
+
+class EmbeddedEngine:
+    """`base.Engine` over a worker that runs our decoder."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        kv_tokens: int,
+        max_sequences: int,
+        max_length: int,
+        name: str = "embedded-0",
+        version: int = 0,
+        threads: int = 1,
+        process: bool = True,
+    ) -> None:
+        self.name = name
+        self._settings = Settings(
+            model=str(model),
+            kv_tokens=kv_tokens,
+            max_sequences=max_sequences,
+            max_length=max_length,
+            version=version,
+            threads=threads,
+        )
+        self._process = process
+        self._ids = itertools.count(1)
+        self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._streams: dict[int, OnToken] = {}
+        self._link: _Link | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._capacity = EngineCapacity(kv_tokens, max_sequences, max_length)
+        self._updating = asyncio.Lock()
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Start the worker and wait until it can serve; a no-op while one is alive."""
+        if self._link is not None:
+            if not self._link.lost:
+                return
+            await self.close()
+        link = await _Link.open(self._settings, self._process)
+        self._link = link
+        try:
+            async with asyncio.timeout(START_DEADLINE_S):
+                first = await link.receive()
+        except TimeoutError as error:
+            await self.close()
+            raise DeadlineError(f"{self.name}: not ready in {START_DEADLINE_S:g} s") from error
+        except asyncio.CancelledError:
+            await self.close()
+            raise
+        if not isinstance(first, wire.Ready):
+            await self.close()
+            if isinstance(first, wire.Failed) and first.user:
+                raise UserError(first.message)
+            raise EngineError(f"{self.name}: the worker ended before it was ready: {first}")
+        self._capacity = EngineCapacity(
+            kv_tokens=first.kv_tokens,
+            max_sequences=self._settings.max_sequences,
+            max_length=self._settings.max_length,
+            block_tokens=first.block_tokens,
+        )
+        self._reader = asyncio.create_task(self._read(link), name=f"{self.name}-reader")
+
+    async def close(self) -> None:
+        """Stop the worker and fail what is pending; leaves no process, thread or file."""
+        link, self._link = self._link, None
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reader
+        self._fail_pending(EngineError(f"{self.name}: closed"))
+        if link is not None:
+            await link.close()
+
+    async def _read(self, link: _Link) -> None:
+        """Deliver what the worker sends until it is gone."""
+        while (message := await link.receive()) is not None:
+            match message:
+                case wire.Results(results):
+                    for result in results:
+                        self._resolve(result.id, result)
+                case wire.Tokens(id, tokens):
+                    if (stream := self._streams.get(id)) is not None:
+                        stream(tokens)
+                case wire.Failed(id, text, user):
+                    kind = UserError if user else EngineError
+                    self._reject(id, kind(f"{self.name}: {text}"))
+                case wire.Load() | wire.Scored() | wire.Updated():
+                    self._resolve(message.id, message)
+        self._fail_pending(EngineError(f"{self.name}: {await link.post_mortem()}"))
+
+    def _resolve(self, call: int, value: Any) -> None:
+        future = self._pending.get(call)
+        if future is not None and not future.done():
+            future.set_result(value)
+
+    def _reject(self, call: int, error: Exception) -> None:
+        future = self._pending.get(call)
+        if future is not None and not future.done():
+            future.set_exception(error)
+
+    def _fail_pending(self, error: Exception) -> None:
+        for call in list(self._pending):
+            self._reject(call, error)
+
+    # ------------------------------------------------------------------ calls
+
+    def _alive(self) -> _Link:
+        if self._link is None:
+            raise EngineError(f"{self.name}: not started")
+        if self._link.lost:
+            raise EngineError(f"{self.name}: its worker is gone; start() makes a new one")
+        return self._link
+
+    async def _call(self, message: Any, deadline_s: float, what: str) -> Any:
+        """Send a message that has an id and await its answer; cancel it if we stop waiting."""
+        link = self._alive()
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._pending[message.id] = future
+        try:
+            link.send(message)
+            async with asyncio.timeout(deadline_s):
+                return await future
+        except TimeoutError as error:
+            raise DeadlineError(f"{self.name}: {what} not done in {deadline_s:g} s") from error
+        finally:
+            del self._pending[message.id]
+            answered = future.done() and not future.cancelled()
+            if not answered and not link.lost and isinstance(message, wire.Submit):
+                link.send(wire.Cancel(message.id))
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str,
+        deadline_s: float,
+        on_token: OnToken | None = None,
+    ) -> Generation:
+        """Sample a continuation; `on_token` is given the new ids as they come, in order."""
+        started = time.monotonic()
+        call = next(self._ids)
+        given = 0
+
+        def stream(tokens: list[int]) -> None:
+            nonlocal given
+            given += len(tokens)
+            if on_token is not None:
+                on_token(tokens)
+
+        if on_token is not None:
+            self._streams[call] = stream
+        message = wire.Submit(
+            call, wire.pack_ids(prompt_ids), sampling, session, on_token is not None
+        )
+        try:
+            result: wire.Result = await self._call(message, deadline_s, "generation")
+        finally:
+            self._streams.pop(call, None)
+        tokens = tuple(wire.unpack_ids(result.tokens).tolist())
+        if on_token is not None and given < len(tokens):
+            on_token(list(tokens[given:]))
+        return Generation(
+            token_ids=tokens,
+            logprobs=wire.unpack_floats(result.logprobs),
+            versions=tuple(result.versions),
+            finish=result.finish,
+            entropies=wire.unpack_floats(result.entropies),
+            cached_tokens=result.cached_tokens,
+            queue_s=result.queue_s,
+            wall_s=time.monotonic() - started,
+            engine=self.name,
+        )
+
+    async def release(self, session: str) -> None:
+        """Let a session's cached prefix go; nothing to do when the worker is gone."""
+        if self._link is not None and not self._link.lost:
+            self._link.send(wire.Release(session))
+
+    def capacity(self) -> EngineCapacity:
+        """What the engine can hold; exact (rounded down to blocks) once started."""
+        return self._capacity
+
+    async def load(self) -> EngineLoad:
+        """What the worker is doing now."""
+        reply: wire.Load = await self._call(
+            wire.AskLoad(next(self._ids)), CONTROL_DEADLINE_S, "load"
+        )
+        return reply.load
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Logprob of each token after the first, at temperature 1, by the weights that serve."""
+        message = wire.Score(next(self._ids), wire.pack_ids(token_ids))
+        reply: wire.Scored = await self._call(message, CONTROL_DEADLINE_S, "score")
+        return reply.logprobs
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        """Install new weights between two steps; raises UserError if they do not fit the model."""
+        if (update.state is None) == (update.path is None):
+            raise UserError("update: give either state or path")
+        async with self._updating:  # one mailbox
+            link = self._alive()
+            if update.state is not None:
+                await asyncio.to_thread(_post, link.mailbox, update.state)
+            path = None if update.path is None else str(update.path)
+            message = wire.Update(next(self._ids), update.version, path)
+            try:
+                await self._call(message, CONTROL_DEADLINE_S, "weight update")
+            finally:
+                if update.state is not None and not link.closed:
+                    os.ftruncate(link.mailbox, 0)
+
+
+def _post(mailbox: int, state: Mapping[str, torch.Tensor]) -> None:
+    """Write a state dict to the mailbox as safetensors; tied tensors are written once."""
+    from safetensors.torch import save
+
+    unique: dict[str, torch.Tensor] = {}
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    for name in sorted(state, key=lambda n: n == "lm_head.weight"):
+        tensor = state[name].detach()
+        key = (tensor.data_ptr(), tuple(tensor.shape))
+        if name == "lm_head.weight" and key in seen:
+            continue
+        seen.add(key)
+        # A copy: safetensors refuses views of shared storage.
+        unique[name] = tensor.to("cpu", copy=True).contiguous()
+    data = memoryview(save(unique))
+    os.ftruncate(mailbox, 0)
+    offset = 0
+    while offset < len(data):
+        offset += os.pwrite(mailbox, data[offset:], offset)
+
+
+class _Link:
+    """The socket to one worker, and the process or thread behind it."""
+
+    def __init__(
+        self,
+        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        mailbox: int,
+        body: _Body,
+    ) -> None:
+        self._reader, self._writer = streams
+        self.mailbox = mailbox
+        self._body = body
+        self.lost = False
+        self.closed = False
+
+    @classmethod
+    async def open(cls, settings: Settings, process: bool) -> _Link:
+        ours, theirs = socket.socketpair()
+        mailbox = wire.open_mailbox()
+        try:
+            run = _spawn if process else _thread
+            body = run(settings, theirs, mailbox)
+            return cls(await asyncio.open_unix_connection(sock=ours), mailbox, body)
+        except OSError:
+            ours.close()
+            theirs.close()
+            os.close(mailbox)
+            raise
+
+    def send(self, message: wire.Message) -> None:
+        self._writer.write(wire.frame(message))
+
+    async def receive(self) -> wire.FromWorker | None:
+        """The next message; None once the worker is gone."""
+        try:
+            header = await self._reader.readexactly(wire.HEADER.size)
+            body = await self._reader.readexactly(wire.HEADER.unpack(header)[0])
+        except (asyncio.IncompleteReadError, ConnectionResetError):
+            self.lost = True
+            return None
+        return wire.read_for_engine(body)
+
+    async def post_mortem(self) -> str:
+        """One sentence on how the worker ended."""
+        await self._wait()
+        if isinstance(self._body, subprocess.Popen):
+            return f"worker process {self._body.pid} ended with code {self._body.returncode}"
+        return "worker thread ended"
+
+    async def _wait(self) -> None:
+        """Wait until the worker is gone; a process that takes too long is killed."""
+        if isinstance(self._body, threading.Thread):
+            await asyncio.to_thread(self._body.join, CLOSE_DEADLINE_S)
+            return
+        try:
+            await asyncio.to_thread(self._body.wait, CLOSE_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self._body.kill()
+            await asyncio.to_thread(self._body.wait)
+
+    async def close(self) -> None:
+        try:
+            if not self.lost:
+                self.lost = True
+                self.send(wire.Stop())
+            self._writer.close()
+            with contextlib.suppress(ConnectionError):
+                await self._writer.wait_closed()
+            await self._wait()
+        finally:
+            if isinstance(self._body, subprocess.Popen) and self._body.returncode is None:
+                self._body.kill()
+                self._body.wait()
+            self.closed = True
+            os.close(self.mailbox)
+
+
+_Body = subprocess.Popen[bytes] | threading.Thread
+
+
+def _spawn(settings: Settings, theirs: socket.socket, mailbox: int) -> _Body:
+    """Start the worker process. From this thread: the kernel ties its life to the thread's."""
+    command = [sys.executable, "-m", "rstar2.engine.worker"]
+    command += ["--socket", str(theirs.fileno()), "--mailbox", str(mailbox)]
+    command += ["--parent", str(os.getpid()), "--settings", msgspec.json.encode(settings).decode()]
+    threads = str(settings.threads)
+    with theirs:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), mailbox),
+            env=os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+        )
+
+
+def _thread(settings: Settings, theirs: socket.socket, mailbox: int) -> _Body:
+    def run() -> None:
+        with theirs:
+            Worker(theirs, mailbox, settings).run()
+
+    thread = threading.Thread(target=run, name="engine-worker", daemon=True)
+    thread.start()
+    return thread

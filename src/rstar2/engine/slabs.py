@@ -1,0 +1,132 @@
+"""Where keys and values live: rows of equal length in slabs, counted in blocks.
+
+The cache is counted in blocks of `block` tokens. A running sequence of b blocks is a row of the
+slab for b blocks, a tensor [layers, 2, rows, kv_heads, b * block, head_dim]; rows that decode come
+first, so that one batched product over a contiguous view serves them all, and short sequences do
+not pay for long ones. A sequence that outgrows its row moves to the next slab: a copy every
+`block` tokens, 2 / block of what attention reads anyway.
+
+Invariants:
+- `Blocks.used` never exceeds `Blocks.total`; every take is paired with one give.
+- In a slab, rows [0, active) decode, rows [active, len(owners)) are being filled.
+
+Slabs grow by a quarter and shrink when less than half used, so the memory behind them can exceed
+the blocks in use by that slack; the budget counts blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rstar2.errors import InvariantError
+
+
+class Blocks:
+    """The budget: a counter that cannot be overdrawn."""
+
+    def __init__(self, tokens: int, block: int) -> None:
+        self.block = block
+        self.total = tokens // block
+        self.used = 0
+
+    def for_tokens(self, tokens: int) -> int:
+        """Blocks that hold this many tokens; at least one."""
+        return max(1, -(-tokens // self.block))
+
+    @property
+    def free(self) -> int:
+        return self.total - self.used
+
+    def take(self, count: int) -> None:
+        if count > self.free:
+            raise InvariantError(f"KV budget overdrawn: {count} blocks asked, {self.free} free")
+        self.used += count
+
+    def give(self, count: int) -> None:
+        if count > self.used:
+            raise InvariantError(f"KV budget: {count} blocks returned, {self.used} in use")
+        self.used -= count
+
+
+class Slab:
+    """Rows of one length. `owners[row]` is the slot whose keys and values the row holds."""
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        kv_heads: int,
+        length: int,
+        head_dim: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.length = length
+        self.owners: list[int] = []
+        self.active = 0
+        shape = (layers, 2, 0, kv_heads, length, head_dim)
+        self._data = torch.zeros(shape, device=device, dtype=dtype)
+        self._layers = self._data.unbind(0)
+
+    def _resize(self, capacity: int) -> None:
+        layers, two, _, *row = self._data.shape
+        # Zeros: masked keys are multiplied by 0, which uninitialised NaNs would survive.
+        data = self._data.new_zeros((layers, two, capacity, *row))
+        live = len(self.owners)
+        if live:
+            data[:, :, :live] = self._data[:, :, :live]
+        self._data = data
+        self._layers = data.unbind(0)
+
+    @property
+    def capacity(self) -> int:
+        return self._data.shape[2]
+
+    def layer(self, index: int) -> torch.Tensor:
+        """[2, rows, kv_heads, length, head_dim] of one layer."""
+        return self._layers[index]
+
+    def row(self, row: int, tokens: int) -> torch.Tensor:
+        """The first `tokens` keys and values of a row: [layers, 2, kv_heads, tokens, head_dim]."""
+        return self._data[:, :, row, :, :tokens]
+
+    def add(self, owner: int) -> int:
+        """Append a row that is being filled."""
+        if len(self.owners) == self.capacity:
+            self._resize(self.capacity + max(4, self.capacity // 4))
+        self.owners.append(owner)
+        return len(self.owners) - 1
+
+    def activate(self, row: int) -> list[tuple[int, int]]:
+        """Let a filled row decode; returns (slot, new row) of every row that moved."""
+        if row < self.active:
+            raise InvariantError(f"row {row} decodes already")
+        target = self.active
+        self.active += 1
+        if row == target:
+            return []
+        held = self._data[:, :, target].clone()
+        self._data[:, :, target] = self._data[:, :, row]
+        self._data[:, :, row] = held
+        self.owners[target], self.owners[row] = self.owners[row], self.owners[target]
+        return [(self.owners[target], target), (self.owners[row], row)]
+
+    def remove(self, row: int) -> list[tuple[int, int]]:
+        """Free a row, closing the hole; returns (slot, new row) of every row that moved."""
+        moved = []
+        if row < self.active:
+            self.active -= 1
+            moved += self._move(self.active, row)
+            row = self.active
+        moved += self._move(len(self.owners) - 1, row)
+        self.owners.pop()
+        if self.capacity > 8 and len(self.owners) < self.capacity // 2:
+            self._resize(len(self.owners) + len(self.owners) // 4)
+        return moved
+
+    def _move(self, source: int, target: int) -> list[tuple[int, int]]:
+        if source == target:
+            return []
+        self._data[:, :, target] = self._data[:, :, source]
+        self.owners[target] = self.owners[source]
+        return [(self.owners[target], target)]

@@ -1,0 +1,180 @@
+"""What the embedded engine and its worker say to each other: length-prefixed msgpack frames.
+
+Token ids travel as int32 bytes, logprobs as float32 bytes. Weights do not travel in frames: they
+are written to an anonymous shared file (`mailbox`) that both sides hold open, so nothing is left
+behind when either dies.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import tempfile
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from rstar2.types import EngineLoad, Finish, Sampling, VersionSpan
+
+HEADER = struct.Struct("<I")
+
+
+class Message(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """Base of all messages."""
+
+
+# ----------------------------------------------------------------- engine to worker
+
+
+class Submit(Message, frozen=True):
+    id: int
+    prompt: bytes
+    sampling: Sampling
+    session: str
+    stream: bool
+
+
+class Cancel(Message, frozen=True):
+    id: int
+
+
+class Release(Message, frozen=True):
+    session: str
+
+
+class AskLoad(Message, frozen=True):
+    id: int
+
+
+class Score(Message, frozen=True):
+    id: int
+    tokens: bytes
+
+
+class Update(Message, frozen=True):
+    """New weights: a safetensors directory, or (path None) a safetensors file in the mailbox."""
+
+    id: int
+    version: int
+    path: str | None
+
+
+class Stop(Message, frozen=True):
+    pass
+
+
+# ----------------------------------------------------------------- worker to engine
+
+
+class Ready(Message, frozen=True):
+    kv_tokens: int
+    block_tokens: int
+
+
+class Result(Message, frozen=True):
+    id: int
+    tokens: bytes
+    logprobs: bytes
+    entropies: bytes
+    versions: list[VersionSpan]
+    finish: Finish
+    cached_tokens: int
+    queue_s: float
+
+
+class Results(Message, frozen=True):
+    """All requests that ended in one step."""
+
+    results: list[Result]
+
+
+class Tokens(Message, frozen=True):
+    id: int
+    tokens: list[int]
+
+
+class Load(Message, frozen=True):
+    id: int
+    load: EngineLoad
+
+
+class Scored(Message, frozen=True):
+    id: int
+    logprobs: list[float]
+
+
+class Updated(Message, frozen=True):
+    id: int
+
+
+class Failed(Message, frozen=True):
+    """A request failed (id 0: the worker could not start). `user`: the caller's fault."""
+
+    id: int
+    message: str
+    user: bool
+
+
+ToWorker = Submit | Cancel | Release | AskLoad | Score | Update | Stop
+FromWorker = Ready | Results | Tokens | Load | Scored | Updated | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+
+
+def frame(message: Message) -> bytes:
+    """One message as it goes over the socket."""
+    body = _encoder.encode(message)
+    return HEADER.pack(len(body)) + body
+
+
+def read_for_worker(body: bytes) -> ToWorker:
+    return _to_worker.decode(body)
+
+
+def read_for_engine(body: bytes) -> FromWorker:
+    return _from_worker.decode(body)
+
+
+def receive(sock: socket.socket) -> bytes | None:
+    """Read one frame from a blocking socket; None at its end."""
+    header = _exactly(sock, HEADER.size)
+    return None if header is None else _exactly(sock, HEADER.unpack(header)[0])
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < count:
+        part = sock.recv(count - len(parts))
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    return np.asarray(ids, dtype=np.int32).tobytes()
+
+
+def unpack_ids(data: bytes) -> npt.NDArray[np.int32]:
+    return np.frombuffer(data, dtype=np.int32)
+
+
+def pack_floats(values: Sequence[float]) -> bytes:
+    return np.asarray(values, dtype=np.float32).tobytes()
+
+
+def unpack_floats(data: bytes) -> tuple[float, ...]:
+    return tuple(np.frombuffer(data, dtype=np.float32).tolist())
+
+
+def open_mailbox() -> int:
+    """A file descriptor of a file without a name: in memory where the system can."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("rstar2-weights")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

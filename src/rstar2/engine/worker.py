@@ -1,0 +1,233 @@
+"""The embedded engine's worker: owns the model, steps it, and talks over one socket.
+
+Runs as a process of its own (`python -m rstar2.engine.worker`) or as a thread with the same loop.
+A reader thread turns frames into messages; the loop handles what has arrived between two steps and
+blocks only when there is nothing to compute. The worker ends when it is told to stop, or at the
+end of its socket: the engine that started it is gone. On Linux the kernel also kills the process
+when its parent dies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from rstar2.engine import wire
+from rstar2.errors import RstarError, UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from rstar2.engine.batcher import Batcher, Ended
+
+PR_SET_PDEATHSIG = 1
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What a worker is started with."""
+
+    model: str
+    kv_tokens: int
+    max_sequences: int
+    max_length: int
+    version: int
+    threads: int
+
+
+def build(settings: Settings) -> Batcher:
+    """Read the model and make the engine state; torch and transformers are imported here."""
+    import torch
+
+    from rstar2.engine.batcher import Batcher
+    from rstar2.engine.decoder import Decoder, read_config, read_weights
+
+    path = Path(settings.model)
+    config, shape = read_config(path)
+    cuda = torch.cuda.is_available()
+    # Half precision is several times slower than float32 on CPUs without matrix units for it.
+    dtype = (getattr(config, "dtype", None) or torch.float32) if cuda else torch.float32
+    decoder = Decoder(
+        config,
+        shape,
+        read_weights(path),
+        max_length=settings.max_length,
+        device=torch.device("cuda" if cuda else "cpu"),
+        dtype=dtype,
+    )
+    return Batcher(
+        decoder,
+        kv_tokens=settings.kv_tokens,
+        max_sequences=settings.max_sequences,
+        max_length=settings.max_length,
+        version=settings.version,
+    )
+
+
+class Worker:
+    """One engine behind a socket."""
+
+    def __init__(self, sock: socket.socket, mailbox: int, settings: Settings) -> None:
+        self._sock = sock
+        self._mailbox = mailbox
+        self._settings = settings
+        self._inbox: queue.SimpleQueue[wire.ToWorker | None] = queue.SimpleQueue()
+        self._batcher: Batcher | None = None
+
+    def run(self) -> None:
+        """Serve until told to stop or the other side is gone."""
+        try:
+            self._batcher = build(self._settings)
+        except RstarError as error:
+            self._send(wire.Failed(0, str(error), isinstance(error, UserError)))
+            return
+        blocks = self._batcher.blocks
+        self._send(wire.Ready(blocks.total * blocks.block, blocks.block))
+        threading.Thread(target=self._read, name="engine-reader", daemon=True).start()
+        try:
+            while self._handle_arrived():
+                self._report(self._batcher.step())
+        except (BrokenPipeError, ConnectionResetError):
+            return  # the engine is gone; there is nobody left to tell
+
+    def _read(self) -> None:
+        """Turn frames into messages; None marks the end of the socket."""
+        try:
+            while (body := wire.receive(self._sock)) is not None:
+                self._inbox.put(wire.read_for_worker(body))
+        except OSError as error:
+            print(f"rstar2 engine worker: socket lost: {error}", file=sys.stderr)  # noqa: T201
+        self._inbox.put(None)
+
+    def _send(self, message: wire.Message) -> None:
+        self._sock.sendall(wire.frame(message))
+
+    def _handle_arrived(self) -> bool:
+        """Handle every message that has arrived, waiting for one when idle; False to stop."""
+        assert self._batcher is not None
+        while True:
+            try:
+                message = self._inbox.get(block=self._batcher.idle)
+            except queue.Empty:
+                return True
+            if message is None or isinstance(message, wire.Stop):
+                return False
+            self._handle(self._batcher, message)
+
+    def _handle(self, batcher: Batcher, message: wire.ToWorker) -> None:
+        try:
+            match message:
+                case wire.Submit():
+                    self._submit(batcher, message)
+                case wire.Cancel(id):
+                    batcher.cancel(id)
+                case wire.Release(session):
+                    batcher.release(session)
+                case wire.AskLoad(id):
+                    self._send(wire.Load(id, batcher.load()))
+                case wire.Score(id, tokens):
+                    ids = wire.unpack_ids(tokens).astype(np.int64)
+                    self._send(wire.Scored(id, batcher.score(ids)))
+                case wire.Update(id, version, path):
+                    batcher.install(self._weights(path), version)
+                    self._send(wire.Updated(id))
+        except UserError as error:
+            self._send(wire.Failed(getattr(message, "id", 0), str(error), user=True))
+
+    def _submit(self, batcher: Batcher, message: wire.Submit) -> None:
+        from rstar2.engine.batcher import Request
+
+        batcher.submit(
+            Request(
+                id=message.id,
+                prompt=wire.unpack_ids(message.prompt).astype(np.int64),
+                sampling=message.sampling,
+                session=message.session,
+                arrived=time.monotonic(),
+                stream=message.stream,
+            )
+        )
+
+    def _weights(self, path: str | None) -> Mapping[str, torch.Tensor]:
+        from safetensors.torch import load
+
+        from rstar2.engine.decoder import read_weights
+
+        if path is not None:
+            return read_weights(Path(path))
+        size = os.fstat(self._mailbox).st_size
+        return load(os.pread(self._mailbox, size, 0))
+
+    def _report(self, ended: list[Ended]) -> None:
+        assert self._batcher is not None
+        for request, tokens in self._batcher.fresh_tokens():
+            self._send(wire.Tokens(request.id, tokens))
+        results = []
+        for end in ended:
+            request = end.request
+            if end.error is not None:
+                self._send(wire.Failed(request.id, end.error, user=False))
+                continue
+            results.append(
+                wire.Result(
+                    id=request.id,
+                    tokens=wire.pack_ids(request.tokens),
+                    logprobs=wire.pack_floats(request.logprobs),
+                    entropies=wire.pack_floats(request.entropies),
+                    versions=request.versions,
+                    finish=end.finish,
+                    cached_tokens=request.cached,
+                    queue_s=(request.started or request.arrived) - request.arrived,
+                )
+            )
+        if results:
+            self._send(wire.Results(results))
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent dies (Linux; elsewhere a no-op)."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        sys.exit(0)  # it died before we asked
+
+
+def main() -> None:
+    """Entry point of the worker process."""
+    parser = argparse.ArgumentParser(prog="rstar2.engine.worker")
+    parser.add_argument("--socket", type=int, required=True)
+    parser.add_argument("--mailbox", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--settings", required=True)
+    args = parser.parse_args()
+    die_with_parent(args.parent)
+    # Ctrl-C reaches the whole process group; the parent decides when its engines close.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    settings = msgspec.json.decode(args.settings, type=Settings)
+    import torch
+
+    torch.set_num_threads(settings.threads)
+    with socket.socket(fileno=args.socket) as sock:
+        Worker(sock, args.mailbox, settings).run()
+    # Skips the tear-down of torch and its threads: nothing is left to save.
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
