@@ -88,6 +88,7 @@ class Template:
         self._system_role = self._renders_system()
         self._frames = self._find_frames()
         self._end_id = self._single_id(self._frames.end_of_turn)
+        self._spaced = self._encode_after_end("a") != self.encode("a")
         ends = {self._end_id, *_as_ids(tokenizer.eos_token_id)}
         self.stop_ids: tuple[int, ...] = tuple(sorted(ends))
 
@@ -150,15 +151,15 @@ class Template:
 
     def _continuation(self, content: str, closed: bool) -> Response:
         text = f"{self._frames.between}{content}{self._frames.after_response}"
-        # Encoded behind the end-of-turn token: some tokenizers let that token swallow spaces.
-        ids = self.encode(self._frames.end_of_turn + text)
         if closed:
-            return Response(text, ids[1:])
-        return Response(self._frames.end_of_turn + text, ids)
+            return Response(text, self._encode_after_end(text))
+        return Response(
+            self._frames.end_of_turn + text, (self._end_id, *self._encode_after_end(text))
+        )
 
     def _cut(self, text: str, limit: int) -> str:
         """Cut the middle out of a text until it has at most `limit` tokens."""
-        if len(text.encode("utf-8", "replace")) <= limit:  # a token is at least one byte
+        if len(text.encode("utf-8", "replace")) < limit:  # a token is a byte or more, or a space
             return text
         spare = limit * CHARS_PER_TOKEN
         if len(text) > spare:
@@ -199,10 +200,9 @@ class Template:
         ids: list[int] = []
         mask: list[int] = []
 
-        def append(piece: str, mark: int) -> None:
-            piece_ids = self.encode(piece)
-            ids.extend(piece_ids)
-            mask.extend([mark] * len(piece_ids))
+        def append(piece: Sequence[int], mark: int) -> None:
+            ids.extend(piece)
+            mask.extend([mark] * len(piece))
 
         end = self._frames.end_of_turn
         for index, content in enumerate(contents, start=1):
@@ -210,9 +210,9 @@ class Template:
             if index == 1 and self.config.prefill_reason and content.startswith(REASON_OPEN):
                 before, content = before + REASON_OPEN, content.removeprefix(REASON_OPEN)
             gap, text = _split(text, end)
-            append(before, 0)
-            append(content + gap + end, int(trained[index - 1]))
-        append(text, 0)
+            append(self._encode_after_end(before) if ids else self.encode(before), 0)
+            append(self.encode_turn(content + gap), int(trained[index - 1]))
+        append(self._encode_after_end(text) if ids else self.encode(text), 0)
         return tuple(ids), tuple(mask)
 
     # ----------------------------------------------------------------- ids and text
@@ -220,6 +220,16 @@ class Template:
     def encode(self, text: str) -> tuple[int, ...]:
         """Text to ids; control tokens spelt in it are recognised, none are added."""
         return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def encode_turn(self, text: str) -> tuple[int, ...]:
+        """An assistant turn as the tokenizer would spell it, with its end-of-turn token."""
+        # Some tokenizers put a space before the first word of a text; a turn begins no text.
+        ids = self._encode_after_end(text) if self._spaced else self.encode(text)
+        return (*ids, self._end_id)
+
+    def _encode_after_end(self, text: str) -> tuple[int, ...]:
+        """Encode text that follows an end-of-turn token, which may swallow white space."""
+        return self.encode(self._frames.end_of_turn + text)[1:]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Ids to text, control tokens included."""
