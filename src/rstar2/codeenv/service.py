@@ -23,11 +23,12 @@ from importlib.metadata import version
 
 from rstar2.codeenv import wire
 from rstar2.codeenv.metrics import Metrics
-from rstar2.codeenv.protocol import Executor, RunRequest, VerifyResult
+from rstar2.codeenv.protocol import Executor, RunRequest
+from rstar2.codeenv.results import failure, infrastructure, outcome
 from rstar2.codeenv.wire import Refusal, Request, Result
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import InfrastructureError, InvariantError, QueueFullError
-from rstar2.types import Outcome, ToolResult
+from rstar2.types import ToolResult
 
 log = logging.getLogger(__name__)
 
@@ -219,34 +220,6 @@ class Service:
         self.shutting_down = True
         for entry in list(self._running.values()):
             entry.task.cancel()
-
-
-# --------------------------------------------------------------------------- results
-
-
-def outcome(result: Result) -> str:
-    """The outcome of a run, or ok / error name of a verification."""
-    if isinstance(result, ToolResult):
-        return result.outcome.value
-    return "ok" if result.error is None else result.error
-
-
-def infrastructure(result: Result) -> bool:
-    """True where a result says nothing about the program, so that it may be tried again."""
-    if isinstance(result, ToolResult):
-        return result.outcome is Outcome.INFRASTRUCTURE
-    return result.infrastructure
-
-
-def failure(request: Request, message: str, server: str, attempts: int = 1) -> Result:
-    """The infrastructure result of a call that could not be executed."""
-    if isinstance(request, RunRequest):
-        return ToolResult(
-            request.id, Outcome.INFRASTRUCTURE, message=message, server=server, attempts=attempts
-        )
-    return VerifyResult(
-        request.id, error="infrastructure", message=message, infrastructure=True, attempts=attempts
-    )
 
 
 def _stamp(result: ToolResult, server: str) -> ToolResult:

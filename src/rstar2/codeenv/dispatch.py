@@ -1,0 +1,368 @@
+"""How the client sends: batches to the least busy server, lines back to their calls, retries.
+
+    submit -> pending -> pump -> batch -> endpoint -> line -> future
+                ^                                       |
+                +-------- retry: same id, elsewhere ----+
+
+Every submitted call is in exactly one place: pending, in one batch's `open`, waiting out a pause
+before its retry, or resolved. A line is given to the call that it names; a line for a call that its
+batch does not wait for means that nothing from this stream can be trusted (InvariantError).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections import Counter, deque
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rstar2.codeenv import wire
+from rstar2.codeenv.endpoint import Endpoint, read_error, to_exception
+from rstar2.codeenv.protocol import RunRequest, VerifyResult
+from rstar2.codeenv.results import failure, infrastructure
+from rstar2.codeenv.transport import TransportError
+from rstar2.codeenv.wire import Request, Result
+from rstar2.config import CodeEnvConfig
+from rstar2.errors import InvariantError, UserError
+from rstar2.types import Outcome, ToolResult
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 5
+"""Executions of one call before its infrastructure failure is final."""
+BATCH_BYTES = 8 << 20
+ANSWER_SLACK_S = 2.0
+"""A server keeps deadlines itself; the client stops reading this much later."""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A request on its way, and who waits for it."""
+
+    request: Request
+    deadline: float
+    """Loop time."""
+    future: asyncio.Future[Result]
+    waiters: int = 1
+    attempts: int = 0
+    avoid: Endpoint | None = None
+    pinned: tuple[Endpoint, str] | None = None
+    """The server and its life that hold the call's session."""
+    batch: Batch | None = None
+    why: str = "no server was free"
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Calls sent together; `open` shrinks as their lines arrive."""
+
+    endpoint: Endpoint
+    open: dict[str, Call]
+    task: asyncio.Task[None] | None = None
+    sent: bool = False
+    """From here on the server may have executed its calls."""
+
+
+@dataclass(slots=True)
+class ClientStats:
+    """What the client saw, for records and benchmarks."""
+
+    calls: int = 0
+    batches: int = 0
+    retries: Counter[str] = field(default_factory=Counter)
+    """Calls sent again, by reason: lost, infrastructure, queue_full, shutting_down."""
+
+
+class Dispatcher:
+    """Owns pending calls and batches; `pump` runs as a task of its own."""
+
+    def __init__(self, config: CodeEnvConfig, endpoints: Sequence[Endpoint]) -> None:
+        self.config = config
+        self.endpoints = endpoints
+        self.stats = ClientStats()
+        self._pending: deque[Call] = deque()
+        self._wake = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def submit(self, call: Call) -> None:
+        """Take a call on; its future is resolved exactly once unless it is abandoned."""
+        self.stats.calls += 1
+        self._enqueue(call)
+
+    def abandon(self, call: Call) -> None:
+        """Nobody waits any more: never send it; break off a batch that is all abandoned."""
+        call.future.cancel()
+        batch = call.batch
+        if batch is not None and all(c.future.done() for c in batch.open.values()):
+            assert batch.task is not None
+            batch.task.cancel()
+
+    def wake(self) -> None:
+        """Something changed (a server is up again): look at what is pending."""
+        self._wake.set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a task that ends with the dispatcher; a failure of its own is logged."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+        return task
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a task of the client failed", exc_info=task.exception())
+
+    async def close(self) -> None:
+        """End all tasks, and with them everything in flight."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _enqueue(self, call: Call, *, front: bool = False) -> None:
+        queue = self._pending if call.pinned is None else call.pinned[0].pinned
+        (queue.appendleft if front else queue.append)(call)
+        self._wake.set()
+
+    # ----------------------------------------------------------------- sending
+
+    async def pump(self) -> None:
+        """Form batches while there are calls and room for them."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if self._gathering():
+                await asyncio.sleep(self.config.linger_s)
+            while (found := self._next_batch(loop.time())) is not None:
+                endpoint, calls = found
+                batch = Batch(endpoint, {call.request.id: call for call in calls})
+                for call in calls:
+                    call.batch = batch
+                endpoint.outstanding += len(calls)
+                batch.task = self.spawn(self._send(batch))
+
+    def _gathering(self) -> bool:
+        """True while it pays to wait for more calls: there are few, and every server is busy."""
+        few = 0 < len(self._pending) < self.config.batch
+        return few and self.config.linger_s > 0 and all(e.outstanding for e in self.endpoints)
+
+    def _next_batch(self, now: float) -> tuple[Endpoint, list[Call]] | None:
+        """The least busy server with enough room, and what to send to it."""
+        for endpoint in sorted(self.endpoints, key=lambda e: e.outstanding):
+            if not endpoint.available(now):
+                if endpoint.healthy and now < endpoint.retry_at and self._waiting(endpoint):
+                    loop = asyncio.get_running_loop()
+                    loop.call_at(endpoint.retry_at, self._wake.set)
+                continue
+            calls = self._take(endpoint)
+            if calls:
+                return endpoint, calls
+        return None
+
+    def _waiting(self, endpoint: Endpoint) -> int:
+        return len(endpoint.pinned) + len(self._pending)
+
+    def _take(self, endpoint: Endpoint) -> list[Call]:
+        """Up to a batch of calls for this server; none while only crumbs of its window are free.
+
+        Waiting for half a batch of room keeps batches large when the server is saturated.
+        """
+        room = min(self.config.batch, endpoint.window - endpoint.outstanding)
+        if room < min(self._waiting(endpoint), max(1, self.config.batch // 2)):
+            return []
+        others = any(e is not endpoint and e.healthy for e in self.endpoints)
+        calls: list[Call] = []
+        size = 0
+        for queue in (endpoint.pinned, self._pending):
+            while queue and len(calls) < room and size < BATCH_BYTES:
+                call = queue[0]
+                if call.avoid is endpoint and others:
+                    break
+                queue.popleft()
+                if call.future.done() or self._session_lost(call, endpoint):
+                    continue
+                calls.append(call)
+                size += _size(call.request)
+        return calls
+
+    def _session_lost(self, call: Call, endpoint: Endpoint) -> bool:
+        if call.pinned is None or call.pinned[1] == endpoint.health.server:
+            return False
+        self.resolve(call, failure(call.request, "the session was lost with its server", ""))
+        return True
+
+    async def _send(self, batch: Batch) -> None:
+        """Send one batch and deal with its lines; what stays open afterwards is sent again."""
+        endpoint = batch.endpoint
+        loop = asyncio.get_running_loop()
+        self.stats.batches += 1
+        latest = max(call.deadline for call in batch.open.values()) + ANSWER_SLACK_S
+        try:
+            async with asyncio.timeout_at(latest):
+                await self._exchange(batch, loop.time())
+        except TransportError as error:
+            endpoint.mark_down(str(error))
+            self._retry_all(batch, "lost", str(error), counts=batch.sent)
+        except TimeoutError:
+            pass  # every call of the batch has told its own caller
+        except InvariantError as error:
+            log.error("code environment %s: %s", endpoint.url, error)
+            self._fail_all(batch, error)
+        finally:
+            endpoint.outstanding -= len(batch.open)
+            self._wake.set()
+
+    async def _exchange(self, batch: Batch, now: float) -> None:
+        body = self._encode(batch, now)
+        if not batch.open:
+            return None
+        endpoint = batch.endpoint
+        async with endpoint.connections.lease() as connection:
+            batch.sent = True
+            try:
+                response = await connection.request("POST", "/v1/batch", body)
+            except TransportError as error:
+                if connection.used == 1:
+                    raise
+                # The server had closed an idle connection: that says nothing about the server.
+                return self._retry_all(batch, "stale connection", str(error), counts=False)
+            if response.status != 200:
+                body = await response.body()
+                return self._refused(batch, read_error(body, endpoint.url, response.status))
+            async for line in response.lines():
+                self._answer(batch, line)
+        if batch.open:
+            self._retry_all(batch, "lost", "the server's answer ended early")
+        return None
+
+    def _encode(self, batch: Batch, now: float) -> bytes:
+        """The body; calls that cannot be written as JSON leave the batch with an answer."""
+        parts = []
+        for call in list(batch.open.values()):
+            left_s = max(0.001, call.deadline - now)
+            try:
+                parts.append(wire.encode_call(call.request, left_s))
+            except UnicodeEncodeError as error:
+                message = f"the text of the call has no UTF-8 form: {error}"
+                self._close(batch, call, _bad_arguments(call.request, message))
+            except TypeError as error:
+                self._close(batch, call, UserError(f"arguments: not JSON: {error}"))
+        return wire.join_batch(parts)
+
+    # ----------------------------------------------------------------- answers
+
+    def _answer(self, batch: Batch, line: bytes) -> None:
+        """Give one line to the call that it names."""
+        try:
+            reply = wire.read(line, wire.Reply)
+        except wire.Refusal as error:
+            raise TransportError(f"{batch.endpoint.url} sent nonsense: {error}") from error
+        call = batch.open.get(reply.id)
+        if call is None:
+            raise InvariantError(
+                f"a line for call {reply.id!r}, which this batch does not wait for"
+            )
+        if reply.error is not None:
+            return self._error(batch, call, reply.error)
+        result: Result | None
+        if isinstance(call.request, RunRequest):
+            result, answered = reply.run, reply.run.call_id if reply.run else None
+        else:
+            result, answered = reply.verify, reply.verify.id if reply.verify else None
+        if result is None or answered != reply.id:
+            raise InvariantError(f"call {reply.id!r} was answered with the result of {answered!r}")
+        call.attempts += 1
+        if infrastructure(result) and call.attempts < ATTEMPTS and call.pinned is None:
+            return self._retry(batch, call, "infrastructure", result.message, counts=False)
+        if call.attempts > 1:
+            result = dataclasses.replace(result, attempts=call.attempts)
+        return self._close(batch, call, result)
+
+    def _error(self, batch: Batch, call: Call, error: wire.WireError) -> None:
+        """A call that the server did not execute."""
+        if error.code == "queue_full":
+            self._hold(batch.endpoint, error)
+            return self._retry(batch, call, "queue_full", error.message, counts=False)
+        if error.code == "shutting_down":
+            batch.endpoint.mark_down(error.message)
+            return self._retry(batch, call, "shutting_down", error.message, counts=False)
+        if error.code == "infrastructure":
+            return self._retry(batch, call, "infrastructure", error.message)
+        if error.code == "too_large":
+            return self._close(batch, call, _bad_arguments(call.request, error.message))
+        return self._close(batch, call, to_exception(error))
+
+    def _refused(self, batch: Batch, error: wire.WireError) -> None:
+        """A batch that the server refused whole."""
+        for call in list(batch.open.values()):
+            self._error(batch, call, error)
+
+    def _hold(self, endpoint: Endpoint, error: wire.WireError) -> None:
+        loop = asyncio.get_running_loop()
+        endpoint.retry_at = max(endpoint.retry_at, loop.time() + (error.retry_after_s or 0.1))
+
+    def _retry_all(self, batch: Batch, reason: str, why: str, *, counts: bool = True) -> None:
+        for call in reversed(list(batch.open.values())):
+            self._retry(batch, call, reason, why, counts=counts)
+
+    def _retry(
+        self, batch: Batch, call: Call, reason: str, why: str, *, counts: bool = True
+    ) -> None:
+        """Send a call again, elsewhere if possible; `counts` if it may have been executed."""
+        self._forget(batch, call)
+        call.why = why
+        call.attempts += counts
+        if call.future.done():
+            return None
+        if call.attempts >= ATTEMPTS:
+            message = f"given up after {call.attempts} attempts: {why}"
+            return self.resolve(call, failure(call.request, message, "", call.attempts))
+        self.stats.retries[reason] += 1
+        call.avoid = None if reason == "stale connection" else batch.endpoint
+        if reason == "infrastructure":
+            pause_s = min(2.0, 0.05 * 2**call.attempts)
+            loop = asyncio.get_running_loop()
+            loop.call_later(pause_s, self._enqueue, call)
+            return None
+        return self._enqueue(call, front=True)
+
+    def _fail_all(self, batch: Batch, error: InvariantError) -> None:
+        for call in list(batch.open.values()):
+            self._close(batch, call, error)
+
+    def _forget(self, batch: Batch, call: Call) -> None:
+        del batch.open[call.request.id]
+        batch.endpoint.outstanding -= 1
+        call.batch = None
+        if self._waiting(batch.endpoint):
+            self._wake.set()
+
+    def _close(self, batch: Batch, call: Call, result: Result | Exception) -> None:
+        self._forget(batch, call)
+        self.resolve(call, result)
+
+    def resolve(self, call: Call, result: Result | Exception) -> None:
+        if call.future.done():
+            return
+        if isinstance(result, Exception):
+            call.future.set_exception(result)
+        else:
+            call.future.set_result(result)
+
+
+def _bad_arguments(request: Request, message: str) -> Result:
+    """The answer to a call whose own text cannot be sent: the model's doing, so an outcome."""
+    if isinstance(request, RunRequest):
+        return ToolResult(request.id, Outcome.BAD_ARGUMENTS, message=message)
+    return VerifyResult(request.id, error="bad_arguments", message=message)
+
+
+def _size(request: Request) -> int:
+    if isinstance(request, RunRequest):
+        return len(request.code) + len(request.stdin)
+    return 1024
