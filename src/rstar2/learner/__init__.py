@@ -1,1 +1,1 @@
-"""learner"""
+"""Training: packs without padding, the GRPO and SFT steps, checkpoints, weights for engines."""

@@ -1,0 +1,365 @@
+"""The learner: one rank's share of training, and the whole of it when there is one rank.
+
+    samples -> plan (token budget, ranks) -> packs -> forward, loss, backward ... -> clip -> step
+
+Invariants:
+- The denominator of a loss is the number of predicted tokens of the whole mini-batch over all
+  micro-batches and ranks, counted before the first forward pass; how the mini-batch is split
+  changes rounding only.
+- All ranks call the same methods with the same arguments in the same order. Every rank returns
+  the same metrics; `state`, `logprobs` and `export` give their result on rank 0.
+- An update whose gradient is not finite is not applied; it is counted, and several in a row end
+  the run by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from rstar2.config import LearnerConfig, LossConfig, OptimizerConfig
+from rstar2.errors import InvariantError, RecipeError
+from rstar2.grpo.batch import split_minibatches
+from rstar2.grpo.loss import Stats, TokenBatch, grpo_loss
+from rstar2.learner import checkpoint, weights
+from rstar2.learner.model import Policy, decoder_layers, load_policy, shard
+from rstar2.learner.optim import Optimizers
+from rstar2.learner.pack import Pack, empty_pack, flat, input_length, make_pack, make_row, plan
+from rstar2.types import Batch, Sample
+
+SftRow = tuple[Sequence[int], Sequence[int]]
+"""(token ids, mask): 1 on tokens that enter the SFT loss."""
+
+MAX_SKIPPED = 5
+"""Updates in a row that may be skipped because their gradient is not finite."""
+
+LossOf = Callable[[Pack, Tensor, Tensor], tuple[Tensor, Stats]]
+
+
+class Learner:
+    """A causal LM, its optimizer and the two ways to train it: GRPO and SFT."""
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        learner: LearnerConfig,
+        optimizer: OptimizerConfig,
+        *,
+        total_steps: int,
+        seed: int,
+        device: str = "cpu",
+    ) -> None:
+        self.model_dir, self.config, self.device = str(model_dir), learner, device
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if learner.ranks != self.ranks:
+            raise RecipeError(
+                f"learner.ranks={learner.ranks}, but {self.ranks} process(es) take part; "
+                "LearnerGroup starts as many as the recipe says"
+            )
+        if learner.threads:
+            torch.set_num_threads(learner.threads)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        self.dtype = torch.bfloat16 if learner.dtype == "bfloat16" else torch.float32
+        self.policy: Policy = load_policy(
+            model_dir, device, checkpointing=learner.activation_checkpointing
+        )
+        if self.ranks > 1:
+            mesh = init_device_mesh(device.split(":")[0], (self.ranks,))
+            shard(self.policy, mesh, self.dtype)
+        self._skipped = 0
+        self._reference: dict[str, Tensor] | None = None
+        self._optimizers = self._make_optimizers(optimizer, total_steps)
+
+    # ------------------------------------------------------------------ training
+
+    def rl_step(self, batch: Batch, loss: LossConfig, minibatches: int) -> dict[str, float]:
+        """Train on a batch: one optimizer step per mini-batch of whole groups."""
+        parts = split_minibatches(batch.samples, minibatches)
+        if not parts:
+            raise InvariantError(f"step {batch.step}: the batch has no sample to learn from")
+        plans = [self._packs([(s.token_ids, s.mask) for s in part]) for part in parts]
+        reference = self._reference_logprobs(plans) if loss.kl else None
+        # The first mini-batch meets the weights that are `old`: its own logprobs serve, detached.
+        old = [None, *[self._current_logprobs(packs) for packs in plans[1:]]]
+
+        stats = Stats.empty(self.device)
+        norms: list[float] = []
+        rate = self._optimizers.factor * self._optimizers.config.lr
+        for index, (part, packs) in enumerate(zip(parts, plans, strict=True)):
+            tokens = sum(sum(sample.mask[1:]) for sample in part)
+            source = _RlSource(part, packs, old[index], reference[index] if reference else None)
+            loss_of = source.loss_of(loss, tokens, self.device)
+            norms.append(self._update(packs, loss_of, stats))
+        metrics = self._reduced(stats).metrics(loss)
+        return metrics | self._step_metrics(norms, rate, plans)
+
+    def sft_step(self, rows: Sequence[SftRow]) -> dict[str, float]:
+        """One optimizer step on the mean negative logprob of the masked-in tokens."""
+        packs = self._packs(rows)
+        rate = self._optimizers.factor * self._optimizers.config.lr
+        stats = Stats.empty(self.device)
+        norm = self._update(packs, _sft_loss(_predicted(rows), self.device), stats)
+        total = self._reduced(stats).metrics(LossConfig())
+        metrics = {"loss": total["loss"], "entropy": total["entropy"], "tokens": total["tokens"]}
+        return metrics | self._step_metrics([norm], rate, [packs])
+
+    @torch.no_grad()
+    def sft_loss(self, rows: Sequence[SftRow]) -> float:
+        """Mean negative logprob of the masked-in tokens; the weights stay as they are."""
+        packs = self._packs(rows)
+        stats = Stats.empty(self.device)
+        loss_of = _sft_loss(_predicted(rows), self.device)
+        for pack in packs:
+            stats.add(loss_of(pack, *self._forward(pack))[1])
+        self._settle()
+        return self._reduced(stats).metrics(LossConfig())["loss"]
+
+    @torch.no_grad()
+    def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Logprob of each token after the first of each sequence, at temperature 1."""
+        rows = [(ids, [0] + [1] * (len(ids) - 1)) for ids in token_ids]
+        packs = self._packs(rows)
+        found: dict[int, list[float]] = {}
+        for pack, values in zip(packs, self._current_logprobs(packs), strict=True):
+            sizes = [len(row.predict) for row in pack.rows]
+            for row, part in zip(pack.rows, values.split(sizes), strict=True):
+                found[row.index] = part.tolist()
+        if self.ranks > 1:
+            shared: list[Any] = [None] * self.ranks
+            dist.all_gather_object(shared, found)
+            found = {index: values for each in shared for index, values in each.items()}
+        return [found.get(i, []) for i in range(len(token_ids))]
+
+    def _update(self, packs: Sequence[Pack], loss_of: LossOf, stats: Stats) -> float:
+        """Forward and backward over all micro-batches, then one clipped step; the gradient norm."""
+        self._optimizers.zero_grad()
+        for pack in packs:
+            loss, part = loss_of(pack, *self._forward(pack))
+            # FSDP averages gradients over ranks; the loss is already divided by all tokens.
+            (loss * self.ranks).backward()
+            stats.add(part)
+        found = torch.nn.utils.clip_grad_norm_(
+            self.policy.parameters(), self._optimizers.config.clip_norm
+        )
+        norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
+        if math.isfinite(norm):
+            self._skipped = 0
+            self._optimizers.step()
+        else:
+            self._skipped += 1
+            if self._skipped >= MAX_SKIPPED:
+                raise InvariantError(
+                    f"{MAX_SKIPPED} updates in a row had a gradient that is not finite"
+                )
+        self._optimizers.zero_grad()
+        return norm
+
+    def _forward(self, pack: Pack) -> tuple[Tensor, Tensor]:
+        with self._precision():
+            logprob_T, entropy_T = self.policy(pack)
+        return logprob_T, entropy_T
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        """Mixed precision of one rank; with several, FSDP casts the gathered weights."""
+        if self.ranks == 1 and self.dtype is not torch.float32:
+            return torch.autocast(self.device.split(":")[0], self.dtype)
+        return contextlib.nullcontext()
+
+    @torch.no_grad()
+    def _current_logprobs(self, packs: Sequence[Pack]) -> list[Tensor]:
+        """Logprobs of every predicted token under the weights as they are."""
+        found = [self._forward(pack)[0] for pack in packs]
+        self._settle()
+        return found
+
+    def _settle(self) -> None:
+        """Free gathered weights after a pass without backward, so none is reused when stale."""
+        if isinstance(self.policy, FSDPModule):
+            self.policy.reshard()
+
+    def _packs(self, rows: Sequence[SftRow]) -> list[Pack]:
+        """This rank's micro-batches of the rows; rows with nothing to predict are left out."""
+        usable = [i for i, (_, mask) in enumerate(rows) if any(mask[1:])]
+        if not usable:
+            raise InvariantError("no row has a token to predict")
+        lengths = [input_length(rows[i][1]) for i in usable]
+        packs = []
+        for bins in plan(lengths, self.config.tokens_per_microbatch, self.ranks):
+            members = [make_row(usable[i], *rows[usable[i]]) for i in bins[self.rank]]
+            packs.append(make_pack(members, self.device) if members else empty_pack(self.device))
+        return packs
+
+    def _reduced(self, stats: Stats) -> Stats:
+        """The statistics of all ranks."""
+        if self.ranks > 1:
+            dist.all_reduce(stats.sums, dist.ReduceOp.SUM)
+            dist.all_reduce(stats.maxima, dist.ReduceOp.MAX)
+        return stats
+
+    def _step_metrics(
+        self, norms: Sequence[float], rate: float, plans: Sequence[Sequence[Pack]]
+    ) -> dict[str, float]:
+        return {
+            "grad_norm": max(norms),
+            "lr": rate,
+            "updates": float(len(norms)),
+            "updates_skipped": float(sum(not math.isfinite(norm) for norm in norms)),
+            "microbatches": float(sum(len(packs) for packs in plans)),
+        }
+
+    # ------------------------------------------------------------------ KL reference
+
+    @torch.no_grad()
+    def _reference_logprobs(self, plans: Sequence[Sequence[Pack]]) -> list[list[Tensor]]:
+        """Logprobs under the reference: the weights when KL was first asked for, or last reset."""
+        if self._reference is None:
+            self._reference = {n: p.detach().clone() for n, p in self._named().items()}
+        with self._weights_of(self._reference):
+            return [self._current_logprobs(packs) for packs in plans]
+
+    @contextlib.contextmanager
+    def _weights_of(self, other: dict[str, Tensor]) -> Iterator[None]:
+        """Run with other weights, in place, shard by shard; no second model is held."""
+        mine = {n: p.detach().clone() for n, p in self._named().items()}
+        try:
+            self._copy_in(other)
+            yield
+        finally:
+            self._copy_in(mine)
+
+    @torch.no_grad()
+    def _copy_in(self, values: dict[str, Tensor]) -> None:
+        for name, param in self._named().items():
+            param.copy_(values[name])
+
+    # ------------------------------------------------------------------ weights and state
+
+    def _named(self) -> dict[str, Tensor]:
+        """Parameters by their transformers name; tied ones once."""
+        return dict(self.policy.model.named_parameters())
+
+    def _make_optimizers(self, config: OptimizerConfig, total_steps: int) -> Optimizers:
+        inside = {id(p) for layer in decoder_layers(self.policy.model) for p in layer.parameters()}
+        named = self._named()
+        matrices = {n for n, p in named.items() if p.ndim == 2 and id(p) in inside}
+        return Optimizers(named, matrices, config, total_steps)
+
+    def reset_optimizer(
+        self, config: OptimizerConfig | None = None, total_steps: int | None = None
+    ) -> None:
+        """Start a phase: fresh moments and step count, and the reference becomes what is now."""
+        self._optimizers = self._make_optimizers(
+            config or self._optimizers.config, total_steps or self._optimizers.total_steps
+        )
+        self._reference = None
+
+    def retune(self, config: OptimizerConfig, total_steps: int | None = None) -> None:
+        """Take over learning rates and schedule; moments, step count and reference stay."""
+        if config.matrix_optimizer != self._optimizers.config.matrix_optimizer:
+            raise RecipeError("matrix_optimizer can only change where the optimizer is reset")
+        self._optimizers.retune(config, total_steps or self._optimizers.total_steps)
+
+    def state(self) -> dict[str, Tensor]:
+        """All weights by transformers name: whole, on the CPU, detached; rank 0 only."""
+        out: dict[str, Tensor] = {}
+        seen: dict[int, Tensor] = {}
+        for name, value in self.policy.model.state_dict(keep_vars=True).items():
+            if id(value) not in seen:
+                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                seen[id(value)] = whole.detach().to("cpu", copy=True)
+            if self.rank == 0:
+                out[name] = seen[id(value)]
+        return out
+
+    def save(self, path: str | Path, extra: dict[str, Any] | None = None) -> None:
+        """Write everything needed to go on (weights, optimizer, RNG, `extra`), atomically."""
+        checkpoint.save(Path(path), self, extra or {})
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Go on from a checkpoint, written by any number of ranks; returns its `extra`."""
+        return checkpoint.load(Path(path), self)
+
+    def export(
+        self, path: str | Path, tokenizer: Any | None = None, chat_template: str | None = None
+    ) -> None:
+        """Write a model directory that transformers and vLLM load as it is."""
+        state = self.state()
+        if self.rank == 0:
+            weights.export(
+                state, self.policy.model, Path(path), self.dtype, tokenizer, chat_template
+            )
+
+    def close(self) -> None:
+        """Nothing to free in-process; LearnerGroup ends its ranks here."""
+
+
+class _RlSource:
+    """Per-token inputs of the GRPO loss for one mini-batch."""
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        packs: Sequence[Pack],
+        old: Sequence[Tensor] | None,
+        reference: Sequence[Tensor] | None,
+    ) -> None:
+        self.samples = samples
+        self.old = None if old is None else _by_pack(packs, old)
+        self.reference = None if reference is None else _by_pack(packs, reference)
+
+    def loss_of(self, config: LossConfig, tokens: int, device: str) -> LossOf:
+        rollout = [sample.logprobs for sample in self.samples]
+
+        def loss_of(pack: Pack, current_T: Tensor, entropy_T: Tensor) -> tuple[Tensor, Stats]:
+            sizes = torch.tensor([len(row.predict) for row in pack.rows])
+            advantage = torch.tensor(
+                [
+                    self.samples[row.index].advantage if len(row.predict) else 0.0
+                    for row in pack.rows
+                ],
+                dtype=torch.float32,
+            )
+            batch = TokenBatch(
+                rollout_T=flat(rollout, pack, device),
+                old_T=current_T.detach() if self.old is None else self.old[id(pack)],
+                advantage_T=advantage.repeat_interleave(sizes).to(device),
+                sequence_T=pack.sequence_T,
+                reference_T=None if self.reference is None else self.reference[id(pack)],
+            )
+            return grpo_loss(current_T, entropy_T, batch, config, tokens)
+
+        return loss_of
+
+
+def _by_pack(packs: Sequence[Pack], values: Sequence[Tensor]) -> dict[int, Tensor]:
+    return {id(pack): value for pack, value in zip(packs, values, strict=True)}
+
+
+def _predicted(rows: Sequence[SftRow]) -> int:
+    return sum(sum(map(bool, mask[1:])) for _, mask in rows)
+
+
+def _sft_loss(tokens: int, device: str) -> LossOf:
+    """Mean negative logprob, in the statistics of the GRPO loss (where it is the policy term)."""
+
+    def loss_of(pack: Pack, current_T: Tensor, entropy_T: Tensor) -> tuple[Tensor, Stats]:
+        stats = Stats.empty(device)
+        stats.sums[0] = current_T.numel()
+        stats.sums[1] = -current_T.detach().sum(dtype=torch.float64)
+        stats.sums[3] = entropy_T.detach().sum(dtype=torch.float64)
+        return -current_T.sum() / tokens, stats
+
+    return loss_of

@@ -1,0 +1,145 @@
+"""Any transformers causal LM as a policy over packs: tokens in, logprobs of chosen tokens out.
+
+`Policy` owns the model and is the root of sharding, so that embedding, body and head are used
+under one forward. The body runs on the packed row; the head runs on predicted positions only.
+How a model turns hidden states into logits (scaling, soft-capping) is read from its config and
+proven against the model's own logits when it is loaded, so an unknown head is refused, not wrong.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import is_flash_attn_2_available
+
+from rstar2.errors import RecipeError
+from rstar2.learner import attention
+from rstar2.learner.logprobs import HeadScale, token_logprobs
+from rstar2.learner.pack import Pack, make_pack, make_row
+
+HEAD_TOLERANCE = 1e-3
+
+
+class Policy(nn.Module):
+    """Logprob and entropy of the predicted tokens of a pack."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.scale = head_scale(model.config)
+
+    def forward(self, pack: Pack) -> tuple[Tensor, Tensor]:
+        """(logprob, entropy) of `pack.target_T`."""
+        hidden_TD = self.hidden(pack)[0].index_select(0, pack.source_T)
+        head = cast(nn.Linear, self.model.get_output_embeddings())
+        logprob_T, entropy_T = token_logprobs(
+            hidden_TD, head.weight, head.bias, pack.target_T, self.scale
+        )
+        return logprob_T, entropy_T
+
+    def hidden(self, pack: Pack) -> Tensor:
+        """Last hidden states of the packed row, [1, tokens, hidden]."""
+        extra: dict[str, Any] = {"ragged": pack.ragged}
+        if self.model.config._attn_implementation != attention.NAME:
+            lengths = torch.tensor((0, *pack.lengths), dtype=torch.int32)
+            bounds = lengths.cumsum(0, dtype=torch.int32).to(pack.input_ids.device)
+            extra = {
+                "cu_seq_lens_q": bounds,
+                "cu_seq_lens_k": bounds,
+                "max_length_q": pack.lengths[0],
+                "max_length_k": pack.lengths[0],
+            }
+        out = self.model.base_model(
+            input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, **extra
+        )
+        return cast(Tensor, out.last_hidden_state)
+
+
+def head_scale(config: Any) -> HeadScale:
+    """What the model's config says about its logits (Granite, Cohere, Gemma)."""
+    divisor = float(getattr(config, "logits_scaling", None) or 1.0)
+    multiplier = float(getattr(config, "logit_scale", None) or 1.0)
+    return HeadScale(divisor / multiplier, getattr(config, "final_logit_softcapping", None))
+
+
+def load_policy(model_dir: str | Path, device: str, *, checkpointing: bool = False) -> Policy:
+    """Load a model in float32 master weights, ready to train on packs."""
+    model = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float32, attn_implementation=_attention(device)
+    )
+    if not type(model).is_backend_compatible():
+        raise RecipeError(
+            f"model.path={model_dir}: {type(model).__name__} does not use transformers' attention "
+            "interface, so sequences cannot be packed without padding"
+        )
+    policy = prepare(model, checkpointing=checkpointing).to(device)
+    prove_head(policy, device)
+    return policy
+
+
+def prepare(model: PreTrainedModel, *, checkpointing: bool = False) -> Policy:
+    """Make a loaded model trainable: no dropout (ratios need one policy), gradients everywhere."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model.train()
+    model.requires_grad_(True)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return Policy(model)
+
+
+def _attention(device: str) -> str:
+    """Flash attention's variable-length kernel where it is installed, else bucketed SDPA."""
+    if device.startswith("cuda") and is_flash_attn_2_available():
+        return "flash_attention_2"
+    return attention.NAME
+
+
+@torch.no_grad()
+def prove_head(policy: Policy, device: str) -> None:
+    """Compare our logprobs with the model's own logits on a few tokens, or refuse the model."""
+    vocabulary = policy.model.config.get_text_config().vocab_size
+    ids = [(7 * i + 1) % vocabulary for i in range(6)]
+    pack = make_pack([make_row(0, ids, [0] + [1] * (len(ids) - 1))], device)
+    ours, _ = policy(pack)
+    hidden = policy.model(
+        input_ids=pack.input_ids,
+        position_ids=pack.position_ids,
+        use_cache=False,
+        ragged=pack.ragged,
+    ).logits[0]
+    theirs = hidden.float().log_softmax(-1).gather(1, pack.target_T[:, None]).squeeze(1)
+    gap = (ours - theirs).abs().max().item()
+    if not gap <= HEAD_TOLERANCE:
+        raise RecipeError(
+            f"model: {type(policy.model).__name__} computes its logits in a way rstar2 does not "
+            f"know (logprobs differ by {gap:.3g})"
+        )
+
+
+def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """FSDP2: one group per decoder layer, the rest (embedding, norm, head) in the root group."""
+    policy_dtype = MixedPrecisionPolicy(
+        param_dtype=dtype if dtype is not torch.float32 else None, reduce_dtype=torch.float32
+    )
+    for layer in decoder_layers(policy.model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy_dtype)
+    fully_shard(policy, mesh=mesh, mp_policy=policy_dtype)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The blocks that a model says must not be split."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def hub_config(model_dir: str | Path) -> Any:
+    """The model's config without its weights."""
+    return AutoConfig.from_pretrained(model_dir)

@@ -1,0 +1,180 @@
+"""Weights on their way out: to engines (each proven by a probe) and to disk (for anyone).
+
+Invariant 7: after an update no engine serves before its logprobs of a probe match the learner's.
+`publish` returns only when every engine has the new version and agrees; otherwise it raises
+WeightUpdateError, which names the engines and by how much they differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rstar2.engine.base import Engine, WeightUpdate
+from rstar2.errors import WeightUpdateError
+from rstar2.learner.checkpoint import written_aside
+from rstar2.types import WeightVersion
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedModel
+
+PROBE_TOLERANCE = 1e-3
+"""Largest difference of a probe token's logprob, float32 on both sides."""
+
+FAST_DIRECTORY = Path("/dev/shm")
+"""Where weight files go if they fit; else the usual temporary directory."""
+
+
+class Source(Protocol):
+    """What publishing needs of a learner (one rank or a group of them)."""
+
+    def state(self) -> dict[str, Tensor]: ...
+
+    def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]: ...
+
+    def export(
+        self, path: str | Path, tokenizer: Any | None = None, chat_template: str | None = None
+    ) -> None: ...
+
+
+async def publish(
+    learner: Source,
+    engines: Sequence[Engine],
+    version: WeightVersion,
+    probe_ids: Sequence[int],
+    *,
+    tolerance: float = PROBE_TOLERANCE,
+    deadline_s: float = 600.0,
+) -> dict[str, float]:
+    """Give all engines the learner's weights as `version` and prove each; returns metrics.
+
+    Engines with `weight_transfer = "files"` get a safetensors directory, all others the tensors.
+    """
+    started = time.monotonic()
+    by_files = [e for e in engines if getattr(e, "weight_transfer", "memory") == "files"]
+    by_memory = [e for e in engines if e not in by_files]
+    state = await asyncio.to_thread(learner.state)
+    size = sum({value.data_ptr(): value.nbytes for value in state.values()}.values())
+    expected = (await asyncio.to_thread(learner.logprobs, [list(probe_ids)]))[0]
+
+    async def send(update: WeightUpdate, targets: Sequence[Engine]) -> None:
+        await asyncio.gather(*(_update(e, update, deadline_s) for e in targets))
+
+    sends = [send(WeightUpdate(version, state=state), by_memory)]
+    if by_files:
+        with _fast_directory(size) as directory:
+            await asyncio.to_thread(learner.export, directory / "model")
+            sends.append(send(WeightUpdate(version, path=directory / "model"), by_files))
+            await asyncio.gather(*sends)
+    else:
+        await asyncio.gather(*sends)
+    gaps = await asyncio.gather(
+        *(_prove(e, version, probe_ids, expected, deadline_s) for e in engines)
+    )
+    wrong = [
+        f"{e.name} by {gap:.3g}"
+        for e, gap in zip(engines, gaps, strict=True)
+        if not gap <= tolerance
+    ]
+    if wrong:
+        raise WeightUpdateError(
+            f"version {version}: logprobs of the probe differ from the learner's beyond "
+            f"{tolerance:g}: {', '.join(wrong)}"
+        )
+    return {
+        "weights/version": float(version),
+        "weights/megabytes": size / 1e6,
+        "weights/probe_gap": max(gaps, default=0.0),
+        "time/weights": time.monotonic() - started,
+    }
+
+
+async def _update(engine: Engine, update: WeightUpdate, deadline_s: float) -> None:
+    try:
+        async with asyncio.timeout(deadline_s):
+            await engine.update_weights(update)
+    except TimeoutError as error:
+        raise WeightUpdateError(
+            f"{engine.name} did not take version {update.version} within {deadline_s:g} s"
+        ) from error
+
+
+async def _prove(
+    engine: Engine,
+    version: WeightVersion,
+    probe_ids: Sequence[int],
+    expected: Sequence[float],
+    deadline_s: float,
+) -> float:
+    """Largest difference between an engine's logprobs of the probe and the learner's."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            load = await engine.load()
+            scores = await engine.score(probe_ids)
+    except TimeoutError as error:
+        raise WeightUpdateError(
+            f"{engine.name} did not answer the probe within {deadline_s:g} s"
+        ) from error
+    if load.version != version:
+        raise WeightUpdateError(f"{engine.name} serves version {load.version}, not {version}")
+    if len(scores) != len(expected):
+        raise WeightUpdateError(
+            f"{engine.name} scored {len(scores)} tokens of the probe, not {len(expected)}"
+        )
+    return max((abs(a - b) for a, b in zip(scores, expected, strict=True)), default=0.0)
+
+
+@contextmanager
+def _fast_directory(size: int) -> Iterator[Path]:
+    """A temporary directory in memory if twice the weights fit there."""
+    fits = FAST_DIRECTORY.is_dir() and shutil.disk_usage(FAST_DIRECTORY).free > 2 * size
+    with tempfile.TemporaryDirectory(
+        prefix="rstar2-weights-", dir=FAST_DIRECTORY if fits else None
+    ) as name:
+        yield Path(name)
+
+
+def export(
+    state: dict[str, Tensor],
+    model: PreTrainedModel,
+    path: Path,
+    dtype: torch.dtype,
+    tokenizer: Any | None = None,
+    chat_template: str | None = None,
+) -> None:
+    """Write safetensors, config and, if given, tokenizer and chat template, atomically."""
+    from huggingface_hub import save_torch_state_dict
+
+    if tokenizer is not None and chat_template is not None:
+        tokenizer.chat_template = chat_template
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.dtype = dtype
+    with written_aside(path) as aside:
+        narrow = {name: value.to(dtype) for name, value in _untied(state).items()}
+        save_torch_state_dict(narrow, aside, max_shard_size="5GB", metadata={"format": "pt"})
+        config.save_pretrained(aside)
+        if model.can_generate():
+            model.generation_config.save_pretrained(aside)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(aside)
+
+
+def _untied(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each tensor once, under its first name: loading ties the others again."""
+    seen: set[int] = set()
+    return {
+        name: value
+        for name, value in state.items()
+        if not (value.data_ptr() in seen or seen.add(value.data_ptr()))  # type: ignore[func-returns-value]
+    }
