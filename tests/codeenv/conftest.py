@@ -126,19 +126,21 @@ class Running:
         )
         self.sock.listen(64)
         self._task = asyncio.create_task(self._server.serve(sockets=[self.sock]))
-        while not self._server.started:
+        while not self._server.started:  # noqa: ASYNC110 (uvicorn offers no event)
             await asyncio.sleep(0.01)
 
     async def kill(self) -> None:
         """Break every connection and stop listening, without a word."""
         assert self._server is not None
         assert self._task is not None
-        self._server.should_exit = self._server.force_exit = True
+        for listener in self._server.servers:
+            listener.close()
         for connection in list(self._server.server_state.connections):
             if connection.transport is not None:
                 connection.transport.abort()
         self.service.abort()
-        await self._task
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
         self.sock.close()
 
 
