@@ -1,0 +1,137 @@
+"""The paper's cleaning of RL problems, as separate, counted, testable steps.
+
+A step looks at one problem and returns None to keep it or the reason why it is dropped. Order
+matters only for the counts: cheap steps come first. Steps hold at most flat hash tables, so
+memory stays bounded over millions of rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rstar2.errors import DataError
+from rstar2.problems.overlap import Contamination, Duplicates
+from rstar2.reward.grade import check_gold
+from rstar2.types import Problem
+
+
+class Step(Protocol):
+    """One filter. `name` is its line in the data card."""
+
+    @property
+    def name(self) -> str: ...
+
+    def drop(self, problem: Problem) -> str | None:
+        """Why this problem goes, or None."""
+        ...
+
+
+_INTEGER = re.compile(r"[+-]?\d+")
+_UNVERIFIABLE = re.compile(
+    r"\b(?:prove|show that|justify|sketch|draw|explain why)\b", re.IGNORECASE
+)
+_ELSEWHERE = re.compile(
+    r"\[asy\]|!\[|<img|\b(?:figure|diagram|picture|graph) (?:below|above|shown)", re.IGNORECASE
+)
+_PARTS = re.compile(r"(?:^|\n)\s*\(?[b-d][.)]\s", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerAnswers:
+    """Only integers can be verified without doubt."""
+
+    name: str = "integer answers only"
+
+    def drop(self, problem: Problem) -> str | None:
+        if _INTEGER.fullmatch(problem.answer):
+            return None
+        return f"answer {problem.answer[:60]!r} is not an integer"
+
+
+@dataclass(frozen=True, slots=True)
+class WellFormed:
+    """Problems that ask for a proof, lean on a picture or have several parts cannot be verified."""
+
+    name: str = "verifiable and well formed"
+    min_words: int = 3
+
+    def drop(self, problem: Problem) -> str | None:
+        if len(problem.prompt.split()) < self.min_words:
+            return f"prompt has fewer than {self.min_words} words"
+        if "\ufffd" in problem.prompt:
+            return "prompt has undecodable characters"
+        if match := _ELSEWHERE.search(problem.prompt):
+            return f"refers to a picture: {match[0]!r}"
+        if match := _UNVERIFIABLE.search(problem.prompt):
+            return f"asks for more than an answer: {match[0]!r}"
+        if _PARTS.search(problem.prompt):
+            return "asks several questions"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class NotGiant:
+    """Giant answers reward copying digits, not reasoning."""
+
+    digits: int = 12
+    characters: int = 60
+    name: str = "no giant answers"
+
+    def drop(self, problem: Problem) -> str | None:
+        if _INTEGER.fullmatch(problem.answer):
+            digits = len(problem.answer.lstrip("+-0"))
+            return f"answer has {digits} digits" if digits > self.digits else None
+        size = len(problem.answer)
+        return f"answer has {size} characters" if size > self.characters else None
+
+
+@dataclass(frozen=True, slots=True)
+class GoldsReadable:
+    """A truth that its own grader cannot read can never be rewarded.
+
+    Whether the grader also *accepts* it takes algebra that may never end; `prepare` asks the
+    code environment's pool for that, in batches.
+    """
+
+    name: str = "golds readable by their grader"
+
+    def drop(self, problem: Problem) -> str | None:
+        try:
+            check_gold(problem)
+        except DataError as error:
+            return str(error)
+        return None
+
+
+@dataclass(slots=True)
+class Unique:
+    """Exact and near duplicates; the first one stays."""
+
+    name: str = "no duplicates"
+    _seen: Duplicates = field(default_factory=Duplicates)
+
+    def drop(self, problem: Problem) -> str | None:
+        found = self._seen.check(problem.prompt)
+        return None if found is None else f"{found[0]} duplicate of kept or seen row {found[1] + 1}"
+
+
+@dataclass(slots=True)
+class Decontaminated:
+    """No shared 8-gram with an evaluation set."""
+
+    index: Contamination
+    name: str = "decontaminated"
+
+    @classmethod
+    def against(cls, problems: Iterable[Problem], n: int = 8) -> Decontaminated:
+        index = Contamination(n)
+        for problem in problems:
+            index.add(problem.prompt, problem.id)
+        return cls(index)
+
+    def drop(self, problem: Problem) -> str | None:
+        name = self.index.overlap(problem.prompt)
+        return None if name is None else f"shares {self.index.n} words in a row with {name}"

@@ -1,0 +1,194 @@
+"""Which problems say the same thing: n-gram decontamination and duplicates, on normalised words.
+
+Normalisation makes spacing, case, Unicode forms and LaTeX mark-up irrelevant, so that
+`What is $\\frac{1}{2}+\\,x$?` and `what is 1/2 + x` give the same words. Numbers stay: the same
+sentence with other numbers is another problem.
+
+- `Contamination`: the n-grams (8 words) of the evaluation sets; a training problem that shares one
+  is out. A text shorter than n words counts as one gram.
+- `Duplicates`: exact (same words), and near: same numbers in the same order and about two
+  thirds of word pairs in common, estimated by MinHash: one word in twenty may differ. Memory is
+  some 200 bytes a row, in flat arrays.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from array import array
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+
+import numpy as np
+
+_COMMANDS = {
+    "times": "*",
+    "cdot": "*",
+    "div": "/",
+    "le": "<=",
+    "leq": "<=",
+    "ge": ">=",
+    "geq": ">=",
+}
+_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_SPACING = re.compile(
+    r"\\(?:left|right|big|Big|displaystyle|quad|qquad|text|mathrm|mathbf|,|;|!|:| )"
+)
+_COMMAND = re.compile(r"\\([A-Za-z]+)")
+_THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))")
+_WORDS = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+|[-+*/^=<>%]")
+
+
+def words(text: str) -> list[str]:
+    """The words, numbers and operators of a text, free of case, spacing and LaTeX mark-up."""
+    text = unicodedata.normalize("NFKC", text)
+    text = _SPACING.sub(" ", text)
+    text = _FRACTION.sub(r" \1 / \2 ", text)
+    text = _COMMAND.sub(lambda match: f" {_COMMANDS.get(match[1], match[1])} ", text)
+    text = _THOUSANDS.sub("", text)
+    return _WORDS.findall(text.casefold())
+
+
+def _hash(data: bytes) -> int:
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
+
+
+@lru_cache(maxsize=1 << 16)
+def _word_hash(word: str) -> int:
+    return _hash(word.encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """The hashes of a text's words, in order, and of its numbers alone."""
+
+    words_T: np.ndarray
+    numbers: int
+
+    def grams(self, n: int) -> np.ndarray:
+        """One hash for every run of n words; a shorter text is one run."""
+        n = min(n, len(self.words_T))
+        count = len(self.words_T) - n + 1 if n else 0
+        total = np.zeros(count, dtype=np.uint64)
+        for place in range(n):
+            total = total * _MULTIPLIER + self.words_T[place : place + count]
+        return total
+
+
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+
+
+@lru_cache(maxsize=4)
+def fingerprint(text: str) -> Fingerprint:
+    """What both steps need of a text; they look at the same one in turn."""
+    found = words(text)
+    hashes = np.fromiter(map(_word_hash, found), dtype=np.uint64, count=len(found))
+    numbers = " ".join(word for word in found if "0" <= word[0] <= "9")
+    return Fingerprint(hashes, _word_hash(numbers))
+
+
+class Contamination:
+    """An index of the n-grams of texts that must not be trained on."""
+
+    def __init__(self, n: int = 8) -> None:
+        self.n = n
+        self._grams: dict[int, str] = {}
+
+    def add(self, text: str, name: str) -> None:
+        """Protect a text; `name` is reported when something overlaps with it."""
+        for gram in fingerprint(text).grams(self.n).tolist():
+            self._grams.setdefault(gram, name)
+
+    def overlap(self, text: str) -> str | None:
+        """Name of a protected text that shares an n-gram with this one, or None."""
+        grams = fingerprint(text).grams(self.n).tolist()
+        if self._grams.keys().isdisjoint(grams):
+            return None
+        return next(self._grams[gram] for gram in grams if gram in self._grams)
+
+    def __len__(self) -> int:
+        return len(self._grams)
+
+
+class HashTable:
+    """uint64 -> row number in two flat arrays (open addressing): 12 bytes an entry, at most 24."""
+
+    def __init__(self) -> None:
+        self._resize(1 << 12)
+        self._count = 0
+
+    def first(self, key: int, row: int) -> int:
+        """The row that had this key first; `row` itself if it is new."""
+        if self._count * 2 >= len(self._keys):
+            self._grow()
+        key = key or 1  # 0 marks a free place
+        mask = len(self._keys) - 1
+        place = key & mask
+        while (found := self._keys[place]) != 0:
+            if found == key:
+                return self._rows[place]
+            place = (place + 1) & mask
+        self._keys[place], self._rows[place] = key, row
+        self._count += 1
+        return row
+
+    def _resize(self, size: int) -> None:
+        self._keys = array("Q", bytes(8 * size))
+        self._rows = array("I", bytes(4 * size))
+
+    def _grow(self) -> None:
+        keys, rows = self._keys, self._rows
+        self._resize(2 * len(keys))
+        mask = len(self._keys) - 1
+        for key, row in zip(keys, rows, strict=True):
+            if key:
+                place = key & mask
+                while self._keys[place]:
+                    place = (place + 1) & mask
+                self._keys[place], self._rows[place] = key, row
+
+
+class Duplicates:
+    """Tells of each text whether an earlier one says the same."""
+
+    HASHES, BANDS = 15, 5
+    SIMILAR = 0.65
+
+    def __init__(self) -> None:
+        self._exact, self._near = HashTable(), HashTable()
+        self._signatures = array("I")
+        draws = np.random.default_rng(20250828)
+        self._a = draws.integers(1, 1 << 61, self.HASHES, dtype=np.uint64) | np.uint64(1)
+        self._b = draws.integers(0, 1 << 61, self.HASHES, dtype=np.uint64)
+        self._rows = 0
+
+    def check(self, text: str) -> tuple[str, int] | None:
+        """("exact" or "near", number of the earlier text from 0), or None if this one is new."""
+        row, found = self._rows, fingerprint(text)
+        self._rows += 1
+        signature = self._signature(found)
+        self._signatures.frombytes(signature.tobytes())
+        if (earlier := self._exact.first(_hash(found.words_T.tobytes()), row)) != row:
+            return "exact", earlier
+        width = self.HASHES // self.BANDS
+        near = None
+        for band in range(self.BANDS):
+            part = signature[band * width : (band + 1) * width].tobytes()
+            key = _hash(part + found.numbers.to_bytes(8, "little") + bytes([band]))
+            earlier = self._near.first(key, row)
+            if near is None and earlier != row and self._similar(signature, earlier):
+                near = earlier
+        return None if near is None else ("near", near)
+
+    def _signature(self, found: Fingerprint) -> np.ndarray:
+        pairs = found.grams(2)
+        if not len(pairs):
+            return np.zeros(self.HASHES, dtype=np.uint32)
+        mixed = (pairs[:, None] * self._a + self._b) >> np.uint64(32)
+        return mixed.min(axis=0).astype(np.uint32)
+
+    def _similar(self, signature: np.ndarray, earlier: int) -> bool:
+        start = earlier * self.HASHES
+        other = np.array(self._signatures[start : start + self.HASHES], dtype=np.uint32)
+        return bool((signature == other).mean() >= self.SIMILAR)

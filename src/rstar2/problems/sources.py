@@ -1,0 +1,195 @@
+"""Publishers' schemas: how a row of each public data set becomes a Problem.
+
+A reader is a pure function from a row's fields to (prompt, answer, kind, extra); it raises
+`Malformed` naming the field where a row does not have its publisher's shape, and never guesses.
+`fields=` maps any other data set by name: {"prompt": "question", "answer": "label"}.
+
+| name              | published as                    | fields                                |
+|-------------------|---------------------------------|---------------------------------------|
+| dapo              | BytedTsinghua-SIA/DAPO-Math-17k | prompt[0].content, reward_model       |
+| openmathreasoning | nvidia/OpenMathReasoning        | problem, expected_answer              |
+| euler             | Project Euler-style             | problem, answer                       |
+| gsm8k             | openai/gsm8k                    | question, answer after ####           |
+| math              | HuggingFaceH4/MATH-500, MATH    | problem, answer or boxed in solution  |
+| svamp             | ChilleD/SVAMP                   | Body + Question, Answer               |
+| mawps             | ports of MAWPS                  | input, target                         |
+| rstar2            | what rstar2 writes              | prompt, answer, kind                  |
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rstar2.agent.parser import boxed_content
+from rstar2.errors import UserError
+from rstar2.problems.rows import Row
+from rstar2.types import Problem
+
+
+class Malformed(ValueError):
+    """A row that lacks its publisher's shape; the message names the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a reader takes from a row."""
+
+    prompt: str
+    answer: str
+    kind: str = ""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+Reader = Callable[[Mapping[str, Any]], Draft]
+
+_DAPO_HEAD = re.compile(
+    r"^Solve the following math problem step by step\..*?answer to the problem\.\s*\n+", re.DOTALL
+)
+_DAPO_TAIL = re.compile(r"\n+Remember to put your answer on its own line.*$", re.DOTALL)
+
+
+def _text(fields: Mapping[str, Any], name: str) -> str:
+    """A non-empty string or number; floats that are integers lose their point."""
+    if name not in fields:
+        raise Malformed(f"field {name!r} is missing; the row has {sorted(map(str, fields))}")
+    value = fields[name]
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise Malformed(f"field {name!r} is a {type(value).__name__}, not text or a number")
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise Malformed(f"field {name!r} is {value}")
+        value = int(value) if value.is_integer() else value
+    text = str(value).strip()
+    if not text:
+        raise Malformed(f"field {name!r} is empty")
+    return text
+
+
+def _nested(fields: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = fields.get(name)
+    if not isinstance(value, kind) or not value:
+        raise Malformed(f"field {name!r} should be a non-empty {kind.__name__}")
+    return value
+
+
+def _dapo(fields: Mapping[str, Any]) -> Draft:
+    message = _nested(fields, "prompt", list)[0]
+    if not isinstance(message, Mapping):
+        raise Malformed("field 'prompt' should hold messages")
+    prompt = _DAPO_TAIL.sub("", _DAPO_HEAD.sub("", _text(message, "content")))
+    truth = _text(_nested(fields, "reward_model", dict), "ground_truth")
+    return Draft(prompt, truth)
+
+
+def _openmathreasoning(fields: Mapping[str, Any]) -> Draft:
+    kind = _text(fields, "problem_type")
+    if kind != "has_answer_extracted":
+        raise Malformed(f"problem_type is {kind!r}: it has no extracted answer")
+    return Draft(_text(fields, "problem"), _text(fields, "expected_answer"))
+
+
+def _euler(fields: Mapping[str, Any]) -> Draft:
+    return Draft(_text(fields, "problem"), _text(fields, "answer"))
+
+
+def _gsm8k(fields: Mapping[str, Any]) -> Draft:
+    _, mark, answer = _text(fields, "answer").rpartition("####")
+    if not mark or not answer.strip():
+        raise Malformed("field 'answer' has no final answer after ####")
+    return Draft(_text(fields, "question"), answer.strip().replace(",", ""))
+
+
+def _math(fields: Mapping[str, Any]) -> Draft:
+    kind = str(fields.get("subject") or fields.get("type") or "")
+    if "answer" in fields:
+        return Draft(_text(fields, "problem"), _text(fields, "answer"), kind)
+    answer = boxed_content(_text(fields, "solution"))
+    if answer is None:
+        raise Malformed("field 'solution' has no \\boxed answer")
+    return Draft(_text(fields, "problem"), answer, kind)
+
+
+def _svamp(fields: Mapping[str, Any]) -> Draft:
+    body = _text(fields, "Body")
+    stop = "" if body.endswith((".", "?", "!", ",")) else "."
+    prompt = f"{body}{stop} {_text(fields, 'Question')}"
+    return Draft(prompt, _text(fields, "Answer"), str(fields.get("Type", "")))
+
+
+def _mawps(fields: Mapping[str, Any]) -> Draft:
+    return Draft(_text(fields, "input"), _text(fields, "target"), str(fields.get("type", "")))
+
+
+def _rstar2(fields: Mapping[str, Any]) -> Draft:
+    return Draft(_text(fields, "prompt"), _text(fields, "answer"), str(fields.get("kind", "")))
+
+
+READERS: dict[str, Reader] = {
+    "dapo": _dapo,
+    "openmathreasoning": _openmathreasoning,
+    "euler": _euler,
+    "gsm8k": _gsm8k,
+    "math": _math,
+    "svamp": _svamp,
+    "mawps": _mawps,
+    "rstar2": _rstar2,
+}
+
+
+def mapped(fields_map: Mapping[str, str]) -> Reader:
+    """A reader for any data set, by the names of its prompt and answer fields."""
+    missing = {"prompt", "answer"} - fields_map.keys()
+    unknown = fields_map.keys() - {"prompt", "answer", "kind"}
+    if missing or unknown:
+        raise UserError(
+            f"field map {dict(fields_map)}: needs prompt and answer, may have kind"
+            + (f"; unknown: {sorted(unknown)}" if unknown else "")
+        )
+
+    def read(fields: Mapping[str, Any]) -> Draft:
+        kind = str(fields.get(fields_map["kind"], "")) if "kind" in fields_map else ""
+        return Draft(_text(fields, fields_map["prompt"]), _text(fields, fields_map["answer"]), kind)
+
+    return read
+
+
+def recognise(fields: Mapping[str, Any]) -> str:
+    """Name the reader whose publisher's fields a row has; a UserError lists the choices."""
+    marks = {
+        "rstar2": {"prompt", "answer"},
+        "dapo": {"prompt", "reward_model"},
+        "openmathreasoning": {"problem", "expected_answer", "problem_type"},
+        "gsm8k": {"question", "answer"},
+        "svamp": {"Body", "Question", "Answer"},
+        "mawps": {"input", "target"},
+        "math": {"problem", "solution"},
+        "euler": {"problem", "answer"},
+    }
+    if {"problem", "answer"} <= fields.keys():  # some publishers repeat the problem as `question`
+        fields = {name: value for name, value in fields.items() if name != "question"}
+    for name, wanted in marks.items():
+        if wanted <= fields.keys():
+            return name
+    raise UserError(
+        f"no reader knows a row with the fields {sorted(map(str, fields))}; "
+        f"name one of {sorted(READERS)} or map the fields (prompt=..., answer=...)"
+    )
+
+
+def to_problem(row: Row, reader: Reader, source: str) -> Problem:
+    """Read one row; the id is the source and the row's number, so it can be found again."""
+    draft = reader(row.fields)
+    grader = "integer" if re.fullmatch(r"[+-]?\d+", draft.answer) else "math"
+    return Problem(
+        id=f"{source}-{row.number}",
+        prompt=draft.prompt,
+        answer=draft.answer,
+        grader=grader,
+        kind=draft.kind,
+        source=source,
+        meta=dict(draft.meta),
+    )
