@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from rstar2.config import CollapseConfig
 from rstar2.pipeline.collapse import watch
 from rstar2.pipeline.state import State, Window
@@ -48,6 +50,6 @@ def test_nothing_is_judged_before_the_window_is_full() -> None:
 
 def test_state_travels_as_json() -> None:
     state = State(phase="hard", step=3, done=("sft",), kept={"hard": (1, 5)}, window=Window((0.5,)))
-    assert State.from_json(state.to_json()) == state
+    assert State.from_dict(json.loads(json.dumps(state.to_dict()))) == state
     assert state.begin("hard") is state
     assert state.begin("next").step == 0

@@ -6,8 +6,9 @@ field is advanced by the stages and read by the controller; nothing else decides
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
@@ -35,10 +36,11 @@ class State:
     """After the last completed step. Steps of a phase count from 1; 0 means it has not begun."""
 
     phase: str = ""
-    """The phase (`sft`, `eval-sft`, `filter-hard`, `hard`, ...) that was worked on last."""
+    """What the learner's weights come from: `sft` or the name of an RL stage."""
     step: int = 0
     done: tuple[str, ...] = ()
     """Phases that are complete, in order."""
+    sft_steps: int = 0
     rl_steps: int = 0
     """RL steps over all stages."""
     position: int = 0
@@ -60,20 +62,25 @@ class State:
         """The same state with the phase complete."""
         return replace(self, done=(*self.done, phase))
 
-    def to_json(self) -> str:
-        return msgspec.json.encode(self).decode()
+    @property
+    def ordinal(self) -> int:
+        """Counts all completed training steps of the run."""
+        return self.sft_steps + self.rl_steps
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for a checkpoint."""
+        made: dict[str, Any] = msgspec.to_builtins(self)
+        return made
 
     @staticmethod
-    def from_json(text: str | bytes) -> State:
+    def from_dict(values: Mapping[str, Any]) -> State:
         """Read a state back; one of another format is refused by name."""
-        try:
-            state = msgspec.json.decode(text, type=State)
-        except msgspec.MsgspecError as error:
+        if values.get("format") != FORMAT:
             raise CheckpointError(
-                f"the checkpoint's pipeline state is not readable: {error}"
-            ) from error
-        if state.format != FORMAT:
-            raise CheckpointError(
-                f"the checkpoint has pipeline state format {state.format}, this rstar2 reads {FORMAT}"
+                f"the checkpoint has pipeline state format {values.get('format')}, "
+                f"this rstar2 reads {FORMAT}"
             )
-        return state
+        try:
+            return msgspec.convert(values, State)
+        except msgspec.ValidationError as error:
+            raise CheckpointError(f"the checkpoint's pipeline state: {error}") from error

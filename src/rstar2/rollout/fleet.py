@@ -135,12 +135,21 @@ class Fleet:
         """Engines that have not died (stale ones included)."""
         return tuple(e for name, e in self.engines.items() if name in self.scheduler.engines)
 
-    async def close(self) -> None:
-        """Stop recoveries and close every engine; waiting turns fail with EngineError."""
-        tasks = [*self._recovering.values(), *self._releases]
+    async def settle(self) -> None:
+        """Stop bringing engines back: whoever calls this is going to update all of them."""
+        tasks = list(self._recovering.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._recovering.clear()
+
+    async def close(self) -> None:
+        """Stop recoveries and close every engine; waiting turns fail with EngineError."""
+        await self.settle()
+        releases = list(self._releases)
+        for task in releases:
+            task.cancel()
+        await asyncio.gather(*releases, return_exceptions=True)
         self._fail_waiting(EngineError("the fleet was closed"))
         results = await asyncio.gather(
             *(e.close() for e in self.engines.values()), return_exceptions=True
@@ -275,11 +284,11 @@ class Fleet:
             version = await recover(self.engines[name])
         except InfrastructureError as error:
             log.warning("engine %s could not be brought back: %s", name, error)
-            del self._recovering[name]
+            self._recovering.pop(name, None)
             if not self.scheduler.engines and not self._recovering:
                 self._fail_waiting(error)
         else:
-            del self._recovering[name]
+            self._recovering.pop(name, None)
             self.join(name, version)
 
     def _fail_waiting(self, error: Exception) -> None:

@@ -1,0 +1,157 @@
+"""The whole recipe on one page.
+
+    model ──> SFT ──> evaluation
+                          │
+              ┌───────────┘      for each RL stage (short, longer, hard)
+              v
+        hard problems?  ── the policy answers each k times; always solved ones go
+              │
+              v
+        collect ──> resample ──> learn ──> publish ──┐    waits for: groups; the learner's thread;
+           ^        (2G -> G)     (G)     (v + 1)    │    every engine's probe
+           └─────────────────────────────────────────┘
+              │
+              └──> evaluation ──> export ──> next stage
+
+Nothing overlaps two steps: rollouts of step n + 1 are drawn by the weights of step n (staleness 0).
+Within a step everything does: rollouts of all groups, their tool calls and their grading.
+
+State moves forward in one place, after a step is complete and recorded; a checkpoint holds that
+state together with the learner's. So kill -9 at any moment loses at most the steps since the last
+checkpoint, and the same call does them again, with the same seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+
+from rstar2.config import Recipe
+from rstar2.errors import CheckpointError, RecipeError
+from rstar2.learner.checkpoint import CheckpointStore
+from rstar2.pipeline import stages
+from rstar2.pipeline.parts import Parts, open_parts
+from rstar2.pipeline.stages import SFT, Desk
+from rstar2.pipeline.state import State
+from rstar2.pipeline.view import View
+from rstar2.record import RunDirectory, read_evaluations
+from rstar2.types import Evaluation
+
+BEST = "best"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run came to."""
+
+    path: Path
+    evaluations: tuple[Evaluation, ...]
+    exports: Mapping[str, Path]
+    """Model directories by stage, loadable by transformers; `best` if collapse was watched."""
+    rl_steps: int
+    wall_s: float
+    collapsed: str = ""
+    """Why training ended early; empty if it did not."""
+
+
+async def run(recipe: Recipe, run: RunDirectory, view: View) -> Result:
+    """Run a recipe in its directory, or go on where an earlier call was stopped."""
+    refuse(recipe)
+    started = monotonic()
+    async with open_parts(recipe, run.path) as parts:
+        desk = make_desk(recipe, run, view, parts)
+        state = restore(desk)
+        state = await initial_policy(desk, state)
+        for stage in recipe.rl.stages:
+            if stage.name not in state.done and not state.collapsed:
+                if stage.difficulty is not None and stage.name not in state.kept:
+                    state = await stages.hard_problems(desk, stage, state)
+                state = await stages.rl(desk, stage, state)
+                await close_stage(desk, stage.name, state)
+            await evaluate_current(desk, stage.name, state)
+    return Result(
+        path=run.path,
+        evaluations=tuple(read_evaluations(run.path)),
+        exports={p.name: p for p in sorted((run.path / "exports").glob("[!.]*"))},
+        rl_steps=state.rl_steps,
+        wall_s=monotonic() - started,
+        collapsed=state.collapsed,
+    )
+
+
+async def initial_policy(desk: Desk, state: State) -> State:
+    """SFT if the recipe has it; either way the policy that RL starts from is evaluated."""
+    if desk.recipe.sft is not None and SFT not in state.done:
+        desk.parts.start_serving()
+        state = await stages.sft(desk, desk.recipe.sft, state)
+        await close_stage(desk, SFT, state)
+    elif desk.recipe.sft is None and not state.phase:
+        state = state.begin(SFT).finish(SFT)
+    await evaluate_current(desk, SFT, state)
+    return state
+
+
+async def close_stage(desk: Desk, stage: str, state: State) -> None:
+    """A stage is complete: what came out of it is saved and exported."""
+    await desk.parts.learn(desk.save, state)
+    await desk.parts.learn(export, desk, stage)
+    desk.run.event("stage", stage=stage, step=state.step, version=state.version)
+
+
+async def evaluate_current(desk: Desk, stage: str, state: State) -> None:
+    """Evaluate the stage whose weights these are; earlier ones are on record already."""
+    if state.phase == stage:
+        await stages.evaluation(desk, stage, state)
+
+
+# --------------------------------------------------------------------------- going on
+
+
+def make_desk(recipe: Recipe, run: RunDirectory, view: View, parts: Parts) -> Desk:
+    """What the stages work with, saving included."""
+    store = CheckpointStore(run.path / "checkpoints", recipe.record.keep_checkpoints)
+
+    def save(state: State) -> None:
+        run.sync()  # nothing that a checkpoint builds on may be lost with it
+        store.save(state.ordinal, parts.learner, state.to_dict())
+        run.event("checkpoint", phase=state.phase, step=state.step)
+
+    def keep_best(state: State) -> None:
+        export(desk, BEST)
+        run.event("best", rl_step=state.rl_steps, reward=state.window.best_reward)
+
+    desk = Desk(recipe, run, view, parts, save, keep_best)
+    return desk
+
+
+def restore(desk: Desk) -> State:
+    """The newest complete checkpoint, with the record cut back to it; else the beginning."""
+    store = CheckpointStore(desk.run.path / "checkpoints", desk.recipe.record.keep_checkpoints)
+    saved = store.latest()
+    if saved is None:
+        desk.run.rewind(SFT, 0)
+        return State()
+    state = State.from_dict(saved.state)
+    known = {SFT, *(stage.name for stage in desk.recipe.rl.stages)}
+    if state.phase not in known:
+        raise CheckpointError(f"{saved.path}: this recipe has no stage {state.phase!r}")
+    desk.parts.learner.load(saved.path)
+    desk.run.rewind(state.phase, state.step)
+    desk.view.note(f"going on after step {state.step} of {state.phase}")
+    return state
+
+
+def export(desk: Desk, name: str) -> None:
+    """Write the current weights as a model directory."""
+    path = desk.run.path / "exports" / name
+    desk.parts.learner.export(path, desk.parts.tokenizer)
+
+
+def refuse(recipe: Recipe) -> None:
+    """What a recipe may ask for and this pipeline cannot do."""
+    if recipe.rl.staleness:
+        raise RecipeError(
+            f"rl.staleness={recipe.rl.staleness}: rollouts are drawn on-policy so far; set it to 0"
+        )

@@ -1,0 +1,232 @@
+"""What a run is made of, opened and closed together: model, learner, engines, code environment.
+
+Invariants
+- The learner is only ever used by one thread at a time (`learn`), and never while it publishes.
+- An engine serves only weights that were proven by the probe (Invariant 7): `publish` makes the
+  fleet require the new version first and lets engines join after their proof.
+- `close` ends every process that was started, whatever state the parts are in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from rstar2.agent.template import Template
+from rstar2.codeenv.client import CodeEnvClient
+from rstar2.config import OptimizerConfig, Recipe
+from rstar2.engine.base import Engine
+from rstar2.engine.embedded import EmbeddedEngine
+from rstar2.errors import EngineError, RecipeError, WeightUpdateError
+from rstar2.learner.weights import publish
+from rstar2.problems.load import load_problems
+from rstar2.rollout.fleet import Fleet
+from rstar2.rollout.groups import GroupRunner
+from rstar2.rollout.scheduler import Scheduler
+from rstar2.types import Problem, WeightVersion
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from rstar2.learner.learner import Learner
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+TINY = "tiny"
+PROBE_TOKENS = 64
+PUBLISH_ATTEMPTS = 3
+
+
+class Parts:
+    """The live parts of one run; make one with `open_parts`."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        model_dir: Path | str,
+        tokenizer: PreTrainedTokenizerFast,
+        learner: Learner,
+        executor: ThreadPoolExecutor,
+    ) -> None:
+        self.recipe, self.model_dir, self.tokenizer, self.learner = (
+            recipe,
+            model_dir,
+            tokenizer,
+            learner,
+        )
+        self.template = Template(tokenizer, recipe.template)
+        self.problems: tuple[Problem, ...] = ()
+        if recipe.rl.stages:
+            count = recipe.rl.count or None
+            self.problems = load_problems(
+                recipe.rl.problems, "train", count=count, seed=recipe.seed
+            )
+        self.heldout = load_problems(
+            recipe.evaluation.problems, "heldout", count=recipe.evaluation.count
+        )
+        self._executor = executor
+        self._published: WeightVersion | None = None
+        self._fleet: Fleet | None = None
+        self._tools: CodeEnvClient | None = None
+        self._starting: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------------ learning
+
+    async def learn(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the learner's work in its own thread; the event loop goes on meanwhile."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, lambda: work(*args, **kwargs))
+
+    # ------------------------------------------------------------------ serving
+
+    def start_serving(self) -> None:
+        """Begin to start engines and code environment in the background."""
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._start())
+
+    async def _start(self) -> None:
+        engines = make_engines(self.recipe, self.model_dir)
+        scheduler = Scheduler(self.recipe.scheduler)
+        self._fleet = Fleet(engines, scheduler, recover=self._recover)
+        starts = [engine.start() for engine in engines]
+        self._tools, *_ = await asyncio.gather(CodeEnvClient.start(self.recipe.codeenv), *starts)
+
+    async def serve(self, version: WeightVersion) -> tuple[GroupRunner, dict[str, float]]:
+        """Everything that rollouts need, with these weights of the learner; and what it took."""
+        self.start_serving()
+        assert self._starting is not None
+        await self._starting
+        assert self._fleet is not None
+        assert self._tools is not None
+        metrics = await self._publish(self._fleet, version)
+        return self.runner(self._fleet, self._tools), metrics
+
+    def runner(self, fleet: Fleet, tools: CodeEnvClient) -> GroupRunner:
+        """Draws groups with the parts as they are."""
+        return GroupRunner(fleet, tools, tools, self.template, self.recipe.agent)
+
+    @property
+    def fleet(self) -> Fleet:
+        """The engines; only after `serve`."""
+        assert self._fleet is not None
+        return self._fleet
+
+    async def _publish(self, fleet: Fleet, version: WeightVersion) -> dict[str, float]:
+        """Give every engine the learner's weights, once per version; dead ones are restarted."""
+        if version == self._published:
+            return {}
+        await fleet.settle()
+        fleet.require(version)
+        engines = list(fleet.engines.values())
+        for attempt in range(1, PUBLISH_ATTEMPTS + 1):
+            try:
+                await asyncio.gather(*(engine.start() for engine in engines))
+                metrics = await publish(self.learner, engines, version, self._probe)
+                break
+            except (EngineError, WeightUpdateError) as error:
+                if attempt == PUBLISH_ATTEMPTS:
+                    raise
+                log.warning("weights %d were not published, trying again: %s", version, error)
+        for engine in engines:
+            fleet.join(engine.name, version)
+        self._published = version
+        return metrics
+
+    async def _recover(self, engine: Engine) -> WeightVersion:
+        """Start a dead engine again with the weights that the others serve."""
+        assert self._published is not None
+        await engine.start()
+        await publish(self.learner, [engine], self._published, self._probe)
+        return self._published
+
+    @property
+    def _probe(self) -> tuple[int, ...]:
+        return self.template.prompt_ids(self.heldout[0])[:PROBE_TOKENS]
+
+    async def close(self) -> None:
+        """End engines and code environment; idempotent."""
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
+        if self._fleet is not None:
+            await self._fleet.close()
+        if self._tools is not None:
+            await self._tools.close()
+
+
+@asynccontextmanager
+async def open_parts(recipe: Recipe, directory: Path) -> AsyncIterator[Parts]:
+    """Make or load the model and its learner; engines start when they are first needed."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix="learner")
+    loop = asyncio.get_running_loop()
+    try:
+        model_dir = await loop.run_in_executor(executor, find_model, recipe, directory)
+        tokenizer, learner = await loop.run_in_executor(executor, load_model, recipe, model_dir)
+        parts = Parts(recipe, model_dir, tokenizer, learner, executor)
+        try:
+            yield parts
+        finally:
+            await parts.close()
+            await loop.run_in_executor(executor, learner.close)
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+def find_model(recipe: Recipe, directory: Path) -> Path | str:
+    """The directory or hub id of the initial policy; the tiny one is made from the seed."""
+    if recipe.model.path != TINY:
+        return recipe.model.path
+    from rstar2.learner.tiny import make_tiny
+
+    path = directory / "model"
+    if not path.exists():
+        aside = directory / "model.new"
+        shutil.rmtree(aside, ignore_errors=True)
+        make_tiny(aside, recipe.seed)
+        aside.rename(path)
+    return path
+
+
+def load_model(recipe: Recipe, model_dir: Path | str) -> tuple[PreTrainedTokenizerFast, Learner]:
+    """The tokenizer, and a learner with the initial weights."""
+    from transformers import AutoTokenizer
+
+    from rstar2.learner.learner import Learner
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
+    except (OSError, ValueError) as error:
+        raise RecipeError(
+            f"model.path={str(model_dir)!r}: no tokenizer found there: {error}"
+        ) from error
+    optimizer: OptimizerConfig = recipe.sft.optimizer if recipe.sft else recipe.rl.optimizer
+    learner = Learner(model_dir, recipe.learner, optimizer, total_steps=1, seed=recipe.seed)
+    return tokenizer, learner
+
+
+def make_engines(recipe: Recipe, model_dir: Path | str) -> list[Engine]:
+    """The engines that a recipe asks for, not yet started."""
+    if recipe.engine.kind != "embedded":
+        raise RecipeError(
+            f"engine.kind={recipe.engine.kind}: training uses embedded engines so far; "
+            "set engine.kind=embedded"
+        )
+    return [
+        EmbeddedEngine(
+            model_dir,
+            kv_tokens=recipe.engine.kv_tokens,
+            max_sequences=recipe.engine.max_sequences,
+            max_length=recipe.model.max_length,
+            name=f"embedded-{index}",
+        )
+        for index in range(recipe.engine.count)
+    ]

@@ -1,0 +1,112 @@
+"""SFT conversations by name: `arithmetic` (the embedded task) or a JSONL file in messages form.
+
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}],
+     "tools": [...], "id": "...", "source": "..."}
+
+`batches` is an endless, seeded stream of batches that can start anywhere: batch n is the same
+whether batches 0 to n-1 were drawn before it or not, so a resumed run sees the same data.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rstar2.config import SftConfig
+from rstar2.errors import DataError
+from rstar2.problems.load import ARITHMETIC
+from rstar2.seeds import derive_seed
+from rstar2.types import Conversation, Message
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
+    messages: list[Message]
+    tools: list[dict[str, Any]] = []
+    id: str = ""
+    source: str = ""
+
+
+def sft_steps(config: SftConfig) -> int:
+    """Optimizer steps of the SFT stage: as given, or from the number of epochs."""
+    if config.steps or not config.epochs:
+        return config.steps
+    if config.data == ARITHMETIC:
+        raise DataError("sft.epochs: the embedded task has no end; give sft.steps")
+    return max(1, round(config.epochs * len(read_conversations(Path(config.data))) / config.batch))
+
+
+def batches(config: SftConfig, seed: int, first: int = 0) -> Iterator[Sequence[Conversation]]:
+    """Batches from number `first` on; the embedded stream ends, a file is read over and over."""
+    if config.data == ARITHMETIC:
+        from rstar2.problems.arithmetic import sft_conversations
+
+        stream = sft_conversations(sft_steps(config) * config.batch, derive_seed("sft", seed))
+        stream = itertools.islice(stream, first * config.batch, None)
+        while batch := list(itertools.islice(stream, config.batch)):
+            yield batch
+        return
+    conversations = read_conversations(Path(config.data))
+    count = len(conversations)
+    order: dict[int, list[int]] = {}
+    for number in itertools.count(first):
+        batch = []
+        for position in range(number * config.batch, (number + 1) * config.batch):
+            epoch, offset = divmod(position, count)
+            if epoch not in order:
+                order = {
+                    epoch: list(range(count)),
+                    **{e: o for e, o in order.items() if e == epoch - 1},
+                }
+                random.Random(derive_seed("sft", seed, epoch)).shuffle(order[epoch])
+            batch.append(conversations[order[epoch][offset]])
+        yield batch
+
+
+def held_out(config: SftConfig, count: int) -> list[Conversation]:
+    """Conversations for the held-out loss that training does not see; empty for files."""
+    if config.data != ARITHMETIC:
+        return []
+    from rstar2.problems.arithmetic import sft_conversations
+
+    stream = sft_conversations(4 * count, derive_seed("sft", "heldout"))
+    return [c for c in stream if c.source.endswith("tool")][:count]
+
+
+def read_conversations(path: Path) -> list[Conversation]:
+    """Read a JSONL file; a bad line is a DataError with its number."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"sft.data {str(path)!r} cannot be read: {error.strerror} "
+            f"(give {ARITHMETIC!r} or the path of a JSONL file)"
+        ) from error
+    found = []
+    for number, line in enumerate(data.splitlines(), start=1):
+        if line.strip():
+            found.append(_parse(line, f"{path}:{number}", number))
+    if not found:
+        raise DataError(f"{path}: holds no conversation")
+    return found
+
+
+def _parse(line: bytes, where: str, number: int) -> Conversation:
+    try:
+        read = msgspec.json.decode(line, type=_Line)
+    except msgspec.MsgspecError as error:
+        raise DataError(f"{where}: {error}") from error
+    for message in read.messages:
+        if message.role not in ROLES:
+            raise DataError(f"{where}: role {message.role!r} is not one of {', '.join(ROLES)}")
+    if not any(m.role == "assistant" and m.train for m in read.messages):
+        raise DataError(f"{where}: no assistant message to learn from")
+    return Conversation(
+        read.id or str(number), tuple(read.messages), tuple(read.tools), read.source
+    )
