@@ -87,6 +87,8 @@ class FakeExecutor:
         return info
 
     async def branch_session(self, session: str, branch: str | None) -> SessionInfo:
+        if session not in self.sessions:
+            raise CodeEnvError(f"session {session!r} is not known here; it may have been lost")
         info = SessionInfo(branch or secrets.token_hex(4), 300.0, parent=session)
         self.sessions[info.id] = info
         return info

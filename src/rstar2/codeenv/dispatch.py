@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 5
 """Executions of one call before its infrastructure failure is final."""
 BATCH_BYTES = 8 << 20
+SESSION_LOST = "the session was lost with its server"
 ANSWER_SLACK_S = 2.0
 """A server keeps deadlines itself; the client stops reading this much later."""
 
@@ -193,7 +194,7 @@ class Dispatcher:
     def _session_lost(self, call: Call, endpoint: Endpoint) -> bool:
         if call.pinned is None or call.pinned[1] == endpoint.health.server:
             return False
-        self.resolve(call, failure(call.request, "the session was lost with its server", ""))
+        self.resolve(call, failure(call.request, SESSION_LOST, ""))
         return True
 
     async def _send(self, batch: Batch) -> None:
@@ -277,9 +278,12 @@ class Dispatcher:
         if result is None or answered != reply.id:
             raise InvariantError(f"call {reply.id!r} was answered with the result of {answered!r}")
         call.attempts += 1
-        if infrastructure(result) and call.attempts < ATTEMPTS and call.pinned is None:
+        if call.pinned is not None and isinstance(result, ToolResult):
+            if result.server != call.pinned[1]:
+                result = failure(call.request, SESSION_LOST, "", call.attempts)
+        elif infrastructure(result) and call.attempts < ATTEMPTS:
             return self._retry(batch, call, "infrastructure", result.message, counts=False)
-        if call.attempts > 1:
+        if call.attempts > result.attempts:
             result = dataclasses.replace(result, attempts=call.attempts)
         return self._close(batch, call, result)
 

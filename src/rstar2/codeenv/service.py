@@ -145,12 +145,13 @@ class Service:
                 if isinstance(request, RunRequest):
                     run = await self.executor.run(request)
                     _check_id(request.id, run.call_id)
-                    return _stamp(run, self.server)
+                    return dataclasses.replace(run, server=self.server)
                 verify = await self.executor.verify(request)
                 _check_id(request.id, verify.id)
                 return verify
         except TimeoutError:
-            return failure(request, f"the deadline of {budget_s:g} s passed before a result", "")
+            message = f"the deadline of {budget_s:g} s passed before a result"
+            return failure(request, message, self.server)
         except QueueFullError as error:
             raise Refusal(
                 "queue_full", str(error), retry_after_s=error.retry_after_s or self._retry_after_s()
@@ -220,10 +221,6 @@ class Service:
         self.shutting_down = True
         for entry in list(self._running.values()):
             entry.task.cancel()
-
-
-def _stamp(result: ToolResult, server: str) -> ToolResult:
-    return result if result.server else dataclasses.replace(result, server=server)
 
 
 def _check_id(asked: str, got: str) -> None:

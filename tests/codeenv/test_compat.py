@@ -1,0 +1,206 @@
+"""The neighbours' APIs: code-judge by its field names, SandboxFusion by its real client."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import httpx
+import pytest
+
+from rstar2.codeenv.protocol import RunRequest
+from rstar2.types import Outcome, ToolResult
+
+
+class Scripted:
+    """Answers every program with one result and remembers what was asked."""
+
+    def __init__(self, executor: Any, result: ToolResult) -> None:
+        self.asked: list[RunRequest] = []
+        self._result = result
+        executor.run = self.run
+
+    async def run(self, request: RunRequest) -> ToolResult:
+        self.asked.append(request)
+        return dataclasses.replace(self._result, call_id=request.id)
+
+
+OK = ToolResult("", Outcome.OK, stdout="9\n", exit_code=0, wall_s=0.25)
+RAISED = ToolResult(
+    "", Outcome.EXCEPTION, stdout="a\n", stderr="w", traceback="Traceback: ...", exit_code=1
+)
+TIMEOUT = ToolResult("", Outcome.TIMEOUT, message="5 s were not enough", signal=9)
+LOST = ToolResult("", Outcome.INFRASTRUCTURE, message="a worker died")
+KILLED = ToolResult("", Outcome.KILLED, message="killed by signal 11", signal=11)
+
+
+async def ask(server: Any, path: str, body: Any) -> Any:
+    async with httpx.AsyncClient(timeout=20) as http:
+        response = await http.post(server.url + path, json=body)
+        return response.status_code, response.json()
+
+
+def submission(**more: Any) -> dict[str, Any]:
+    return {"type": "python", "solution": "print(input())", "input": "9", **more}
+
+
+@pytest.mark.parametrize("path", ["/run/batch", "/run/long-batch"])
+async def test_code_judge_batches_keep_order_and_ids(serve: Any, path: str) -> None:
+    async with serve() as server:
+        subs = [submission(solution=f"echo {i}", sub_id=f"s{i}") for i in range(5)]
+        status, body = await ask(
+            server, path, {"type": "batch", "submissions": subs, "sub_id": "b"}
+        )
+        assert status == 200
+        assert body["sub_id"] == "b"
+        assert [r["sub_id"] for r in body["results"]] == [f"s{i}" for i in range(5)]
+        assert [r["stdout"] for r in body["results"]] == [str(i) for i in range(5)]
+        fields = {"sub_id", "success", "run_success", "cost", "stdout", "stderr", "reason"}
+        assert set(body["results"][0]) == fields
+
+
+async def test_code_judge_ids_may_repeat_or_miss(serve: Any) -> None:
+    async with serve() as server:
+        subs = [submission(sub_id="x"), submission(sub_id="x"), submission()]
+        _, body = await ask(server, "/run/batch", {"submissions": subs})
+        assert [bool(r["sub_id"]) for r in body["results"]] == [True] * 3
+        assert server.executor.executed.total() == 3
+
+
+@pytest.mark.parametrize(
+    ("result", "success", "reason", "part"),
+    [
+        (OK, True, "", ""),
+        (RAISED, False, "", "Traceback"),
+        (TIMEOUT, False, "worker_timeout", "5 s"),
+        (LOST, False, "internal_error", "worker died"),
+    ],
+)
+async def test_code_judge_results(
+    serve: Any, result: ToolResult, success: bool, reason: str, part: str
+) -> None:
+    async with serve() as server:
+        Scripted(server.executor, result)
+        _, body = await ask(server, "/run/batch", {"submissions": [submission()]})
+        (got,) = body["results"]
+        assert (got["success"], got["run_success"], got["reason"]) == (success, success, reason)
+        assert got["cost"] == result.wall_s
+        assert part in got["stderr"]
+
+
+@pytest.mark.parametrize(("expected", "success"), [("9", True), (" 9 \n", True), ("8", False)])
+async def test_code_judge_compares_expected_output(
+    serve: Any, expected: str, success: bool
+) -> None:
+    async with serve() as server:
+        Scripted(server.executor, OK)
+        _, got = await ask(server, "/judge", submission(expected_output=expected))
+        assert (got["success"], got["run_success"]) == (success, True)
+        assert "stdout" not in got
+
+
+async def test_code_judge_stdin_is_passed(serve: Any) -> None:
+    async with serve() as server:
+        scripted = Scripted(server.executor, OK)
+        await ask(server, "/run", submission(input=None))
+        await ask(server, "/run", submission(input="7\n"))
+        assert [request.stdin for request in scripted.asked] == ["", "7\n"]
+
+
+async def test_code_judge_full_queue_asks_to_try_again(serve: Any) -> None:
+    async with serve(slots=1, queue=1) as server:
+        subs = [submission(solution="sleep 0.05") for _ in range(4)]
+        _, body = await ask(server, "/run/batch", {"submissions": subs})
+        reasons = [r["reason"] for r in body["results"]]
+        assert reasons.count("queue_timeout") == 2
+        assert reasons.count("") == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "part"),
+    [
+        ("/run/batch", {"submissions": []}, "submissions"),
+        ("/run/batch", {"submissions": [submission(type="cpp")]}, "submissions[0].type"),
+        ("/run/batch", {"submissions": [{"type": "python"}]}, "solution"),
+        ("/run_code", {"code": "1", "language": "rust"}, "language"),
+        ("/run_code", {"code": "1", "language": "python", "files": {"a": "b"}}, "files"),
+        ("/run_code", {"code": "1", "language": "python", "run_timeout": 1e6}, "wall_s"),
+        ("/run_code", {"language": "python"}, "code"),
+    ],
+)
+async def test_what_cannot_be_honoured_is_refused(
+    serve: Any, path: str, body: Any, part: str
+) -> None:
+    async with serve() as server:
+        status, answer = await ask(server, path, body)
+        assert status == 422
+        assert part in answer["error"]["message"]
+        assert not server.executor.executed
+
+
+async def test_ping_and_status(serve: Any) -> None:
+    async with serve() as server, httpx.AsyncClient() as http:
+        assert (await http.get(server.url + "/ping")).json() == "pong"
+        assert (await http.get(server.url + "/status")).json() == {"queue": 0, "num_workers": 4}
+
+
+# --------------------------------------------------------------------------- SandboxFusion
+
+
+def fusion(server: Any, **more: Any) -> Any:
+    """One request through the published client, in a thread as it is synchronous."""
+    sandbox_fusion = pytest.importorskip("sandbox_fusion")
+    request = sandbox_fusion.RunCodeRequest(
+        **{"code": "print(1)", "language": "python", "run_timeout": 7, **more}
+    )
+    return asyncio.to_thread(
+        sandbox_fusion.run_code, request, endpoint=server.url, max_attempts=1, client_timeout=20
+    )
+
+
+@pytest.mark.parametrize(
+    ("result", "status", "run_status", "code"),
+    [
+        (OK, "Success", "Finished", 0),
+        (RAISED, "Failed", "Finished", 1),
+        (TIMEOUT, "Failed", "TimeLimitExceeded", None),
+        (KILLED, "Failed", "Finished", -11),
+    ],
+)
+async def test_sandbox_fusion_client_reads_results(
+    serve: Any, result: ToolResult, status: str, run_status: str, code: int | None
+) -> None:
+    async with serve() as server:
+        scripted = Scripted(server.executor, result)
+        got = await fusion(server, stdin="in")
+        assert got.status == status
+        assert got.run_result.status == run_status
+        assert got.run_result.return_code == code
+        assert got.run_result.stdout == result.stdout
+        assert result.traceback in got.run_result.stderr
+        (asked,) = scripted.asked
+        assert (asked.stdin, asked.limits.wall_s, asked.limits.cpu_s) == ("in", 7.0, 7.0)
+
+
+async def test_sandbox_fusion_client_sees_our_failure_as_its_sandbox_error(serve: Any) -> None:
+    async with serve() as server:
+        Scripted(server.executor, LOST)
+        with pytest.raises(Exception, match="Sandbox responded with error: a worker died"):
+            await fusion(server)
+
+
+async def test_sandbox_fusion_client_can_carry_the_token_in_its_url(serve: Any) -> None:
+    async with serve(token="secret") as server:
+        Scripted(server.executor, OK)
+        server.url = server.url.replace("http://", "http://token:secret@")
+        assert (await fusion(server)).status == "Success"
+
+
+async def test_memory_limit_is_passed_and_minus_one_means_default(serve: Any) -> None:
+    async with serve() as server:
+        scripted = Scripted(server.executor, OK)
+        for limit in (-1, 256):
+            body = {"code": "1", "language": "python", "memory_limit_MB": limit}
+            await ask(server, "/run_code", body)
+        assert [request.limits.memory_mb for request in scripted.asked] == [None, 256]
