@@ -1,0 +1,248 @@
+"""Memory and pids control groups, version 1 or 2, where this process may make them.
+
+A service owns one directory per hierarchy, named after its pid and start time; each worker gets a
+directory below it. Directories of owners that are gone are removed by the next start (`sweep`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_PREFIX = "rstar2-codeenv-"
+
+
+@dataclass(frozen=True, slots=True)
+class Hierarchy:
+    """Where groups can be made: `parent` is writable and has the controllers."""
+
+    version: int
+    controllers: tuple[str, ...]
+    parent: str
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The control groups of one worker: one directory (v2) or one per controller (v1)."""
+
+    version: int
+    memory: str | None
+    pids: str | None
+
+    @property
+    def directories(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(d for d in (self.memory, self.pids) if d))
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.memory and self.pids)
+
+
+def owner_name(pid: int | None = None) -> str:
+    """Directory name that says which process owns it; pid reuse is told apart by start time."""
+    pid = pid or os.getpid()
+    return f"{_PREFIX}{pid}-{_start_time(pid)}"
+
+
+def _start_time(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return "0"
+
+
+def owner_alive(name: str) -> bool:
+    """Does the owner named by a directory of ours still run? Foreign names count as alive."""
+    pid, _, started = name.removeprefix(_PREFIX).partition("-")
+    if not name.startswith(_PREFIX) or not pid.isdigit():
+        return True
+    return started.startswith(_start_time(int(pid))) if started else False
+
+
+def hierarchies() -> list[Hierarchy]:
+    """Hierarchies with memory or pids in which this process can make groups; may be empty."""
+    found: list[Hierarchy] = []
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+        own = _own_paths()
+    except OSError:
+        return found
+    for line in mounts:
+        left, _, right = line.partition(" - ")
+        fields, (kind, _, options) = left.split(), (right.split() + ["", "", ""])[:3]
+        root, mount_point = fields[3], fields[4]
+        if kind == "cgroup":
+            for controller in {"memory", "pids"} & set(options.split(",")):
+                parent = _usable(mount_point, root, own.get(controller, "/"), (), 1)
+                if parent:
+                    found.append(Hierarchy(1, (controller,), parent))
+        elif kind == "cgroup2":
+            parent = _usable(mount_point, root, own.get("", "/"), ("memory", "pids"), 2)
+            if parent:
+                found.append(Hierarchy(2, ("memory", "pids"), parent))
+    return found
+
+
+def _own_paths() -> dict[str, str]:
+    """Controller -> path of this process; the unified hierarchy has the empty name."""
+    paths: dict[str, str] = {}
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            paths[controller] = path
+    return paths
+
+
+def _usable(
+    mount_point: str, root: str, own: str, controllers: tuple[str, ...], version: int
+) -> str | None:
+    """The first of own group and hierarchy root in which a group with the controllers works."""
+    relative = os.path.relpath(own, root) if own.startswith(root) else "."
+    for parent in dict.fromkeys(
+        (os.path.normpath(os.path.join(mount_point, relative)), mount_point)
+    ):
+        trial = Path(parent, f"{_PREFIX}trial-{os.getpid()}")
+        try:
+            trial.mkdir()
+        except OSError:
+            continue
+        try:
+            if version == 1 or _has_controllers(parent, trial, controllers):
+                return parent
+        except OSError:
+            continue
+        finally:
+            with contextlib.suppress(OSError):
+                trial.rmdir()
+    return None
+
+
+def _has_controllers(parent: str, trial: Path, controllers: tuple[str, ...]) -> bool:
+    """Version 2: controllers must be handed down; a group that holds processes cannot do so."""
+    if not set(controllers) <= set(Path(parent, "cgroup.controllers").read_text().split()):
+        return False
+    given = set(Path(trial, "cgroup.controllers").read_text().split())
+    if not set(controllers) <= given:
+        Path(parent, "cgroup.subtree_control").write_text(" ".join(f"+{c}" for c in controllers))
+        given = set(Path(trial, "cgroup.controllers").read_text().split())
+    return set(controllers) <= given
+
+
+class Tree:
+    """The groups of one service; makes one per worker and leaves none behind."""
+
+    def __init__(self, found: list[Hierarchy]) -> None:
+        self._roots: list[tuple[Hierarchy, Path]] = []
+        for hierarchy in found:
+            sweep(hierarchy.parent)
+            root = Path(hierarchy.parent, owner_name())
+            root.mkdir(exist_ok=True)
+            if hierarchy.version == 2:
+                enable = " ".join(f"+{c}" for c in hierarchy.controllers)
+                (root / "cgroup.subtree_control").write_text(enable)
+            self._roots.append((hierarchy, root))
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        return tuple(str(root) for _, root in self._roots)
+
+    def make(self, name: str, memory_mb: int, processes: int) -> Group:
+        """A fresh group with limits set and read back."""
+        memory = pids = None
+        version = 1
+        for hierarchy, root in self._roots:
+            directory = root / name
+            directory.mkdir(exist_ok=True)
+            version = max(version, hierarchy.version)
+            if "memory" in hierarchy.controllers:
+                _limit_memory(directory, hierarchy.version, memory_mb << 20)
+                memory = str(directory)
+            if "pids" in hierarchy.controllers:
+                (directory / "pids.max").write_text(str(processes))
+                pids = str(directory)
+        return Group(version, memory, pids)
+
+    def remove(self, group: Group) -> None:
+        """Remove the directories of a worker that is gone."""
+        for directory in group.directories:
+            remove(directory)
+
+    def close(self) -> None:
+        """Remove everything this service made; processes left in a group are killed."""
+        for _, root in self._roots:
+            _remove_tree(root)
+        self._roots = []
+
+
+def _limit_memory(directory: Path, version: int, limit: int) -> None:
+    if version == 2:
+        (directory / "memory.max").write_text(str(limit))
+        with contextlib.suppress(OSError):  # no swap accounting: memory.max alone counts then
+            (directory / "memory.swap.max").write_text("0")
+        return
+    (directory / "memory.limit_in_bytes").write_text(str(limit))
+    with contextlib.suppress(OSError):  # no swap accounting
+        (directory / "memory.memsw.limit_in_bytes").write_text(str(limit))
+
+
+def join(group: Group, pid: int) -> None:
+    """Move a process into its groups and check that it is there."""
+    for directory in group.directories:
+        procs = Path(directory, "cgroup.procs")
+        procs.write_text(str(pid))
+        if str(pid) not in procs.read_text().split():
+            raise OSError(f"{procs}: process {pid} did not arrive")
+
+
+def oom_kills(group: Group) -> int:
+    """How often the kernel killed a process of this group for memory."""
+    if not group.memory:
+        return 0
+    name = "memory.events" if group.version == 2 else "memory.oom_control"
+    with contextlib.suppress(OSError):
+        for line in Path(group.memory, name).read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == "oom_kill":
+                return int(value)
+    return 0
+
+
+def sweep(parent: str) -> None:
+    """Remove groups below `parent` whose owners are gone."""
+    with contextlib.suppress(OSError):
+        for entry in Path(parent).glob(f"{_PREFIX}*-*"):
+            if not owner_alive(entry.name):
+                _remove_tree(entry)
+
+
+def remove(directory: str) -> None:
+    """Remove one group, killing what still runs inside."""
+    _remove(Path(directory))
+
+
+def _remove_tree(root: Path) -> None:
+    with contextlib.suppress(OSError):
+        for child in [entry for entry in root.iterdir() if entry.is_dir()]:
+            _remove_tree(child)
+    _remove(root)
+
+
+def _remove(directory: Path, patience_s: float = 2.0) -> None:
+    """rmdir, killing what still runs inside; gives up after `patience_s`."""
+    end = time.monotonic() + patience_s
+    while directory.exists():
+        try:
+            directory.rmdir()
+            return
+        except OSError:
+            with contextlib.suppress(OSError, ValueError):
+                for pid in (directory / "cgroup.procs").read_text().split():
+                    if int(pid) > 0:  # 0 stands for a process in a foreign PID namespace
+                        os.kill(int(pid), signal.SIGKILL)
+            if time.monotonic() > end:
+                return
+            time.sleep(0.005)

@@ -1,0 +1,101 @@
+"""What goes over the socket between the pool and one worker: fixed headers and raw bytes.
+
+The pool writes `Request` + body (session name, code, standard input); the worker answers with
+`Reply` + standard output + standard error + record. The record is what the child itself says of
+its end (value, traceback); it is parsed by `Record.parse`, which accepts any bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+MAX_BODY = 32 << 20
+HELLO = b"rstar2 worker\n"
+
+RUN, VERIFY, SESSION_OPEN, SESSION_RUN, SESSION_BRANCH, SESSION_CLOSE = range(6)
+EXITED, WALL, CPU, OUTPUT, SCRATCH, NO_SESSION, FORK_FAILED, SESSION_MEMORY = range(8)
+"""Why the worker ended a call; EXITED: it ended by itself, see the wait status."""
+
+
+REQUEST = struct.Struct("<QIIIIIIIIdd")
+REPLY = struct.Struct("<QiIIIIIddd")
+
+
+class Request(NamedTuple):
+    """Header of a call. Sizes are in bytes; `name` is a session."""
+
+    seq: int
+    kind: int
+    name: int
+    code: int
+    stdin: int
+    memory_mb: int
+    processes: int
+    file_mb: int
+    output_chars: int
+    wall_s: float
+    cpu_s: float
+
+    def pack(self) -> bytes:
+        return REQUEST.pack(*self)
+
+
+class Reply(NamedTuple):
+    """Header of an answer. `status` is a wait status; `retire`: replace me after this."""
+
+    seq: int
+    status: int
+    cause: int
+    retire: int
+    stdout: int
+    stderr: int
+    record: int
+    wall_s: float
+    cpu_s: float
+    peak_mb: float
+
+    def pack(self) -> bytes:
+        return REPLY.pack(*self)
+
+    @property
+    def body(self) -> int:
+        return self.stdout + self.stderr + self.record
+
+
+def output_cap(output_chars: int) -> int:
+    """Bytes of one stream after which a call is killed: far beyond what is shown of it."""
+    return max(1 << 20, 16 * output_chars)
+
+
+VALUE, NOTHING, EXCEPTION, SYNTAX, EXIT, MEMORY, JSON, REFUSED = b"VNESXMJR"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a child said at its end. `cut` counts characters that it left out of `text`."""
+
+    kind: int
+    message: str = ""
+    text: str = ""
+    cut: int = 0
+
+    _layout: ClassVar[struct.Struct] = struct.Struct("<BIQ")
+
+    def pack(self) -> bytes:
+        message = self.message.encode("utf-8", "backslashreplace")
+        text = self.text.encode("utf-8", "backslashreplace")
+        return self._layout.pack(self.kind, len(message), self.cut) + message + text
+
+    @classmethod
+    def parse(cls, data: bytes) -> Record | None:
+        """Read a record; None where the bytes are not one."""
+        if len(data) < cls._layout.size:
+            return None
+        kind, length, cut = cls._layout.unpack_from(data)
+        rest = data[cls._layout.size :]
+        if kind not in b"VNESXMJR" or length > len(rest):
+            return None
+        message = rest[:length].decode("utf-8", "replace")
+        return cls(kind, message, rest[length:].decode("utf-8", "replace"), cut)

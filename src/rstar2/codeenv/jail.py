@@ -1,0 +1,262 @@
+"""The jail of a worker: entered once, inherited by every call that is forked from it.
+
+strict    Own mount, PID, network, IPC, UTS and cgroup namespaces (and a user namespace unless the
+          service is root, which then gives the worker an unprivileged uid of its own). The root is
+          an empty read-only tmpfs into which the interpreter, its packages and the system's
+          libraries are bound read-only; no /proc, no /sys, six harmless device nodes. Scratch is a
+          tmpfs capped in bytes and inodes. No capabilities, no_new_privs, seccomp allow list,
+          Landlock, rlimits, memory and pids cgroups where they can be had. What a call leaves
+          running dies with a sweep of the PID namespace.
+portable  No namespaces: seccomp allow list, Landlock (needed: without it the level is refused),
+          rlimits, no capabilities, cgroups where they can be had. Calls cannot start processes
+          (threads yes), so nothing outlives them, and can signal only themselves. Scratch is a
+          private directory; its size is watched from outside every few hundredths of a second.
+
+Both: calls may start processes only where a PID namespace sweeps them *and* a memory and a pids
+cgroup hold them together; elsewhere memory would be limited per process only.
+
+What the levels do not stop
+- The kernel is shared. A kernel bug reachable through the allowed system calls, or a leak through
+  the CPU's caches, breaks both. Against stronger adversaries put the whole service into a VM.
+- A program can lie about itself: it can print what it likes and exit 0.
+- Load: a call may use a core until its CPU or wall limit; memory bandwidth and caches are shared.
+- The interpreter, its packages and (strict) /usr/lib, /usr/bin are readable: keep no secrets there.
+- portable: file names and metadata outside the allowed paths can be probed by `stat` (not content);
+  scratch can overshoot its limit by what is written between two looks; host name, kernel version
+  and uid are visible; the thread limit is shared with the service's user where no pids cgroup is.
+- Time, CPU model and the machine's load are visible to both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import struct
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rstar2.codeenv import cgroups, landlock, seccomp, syscalls
+
+NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
+NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 1, 2, 4, 8, 32
+_MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 1, 4, 24
+_PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 38, 47, 4
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_SYSTEM = (
+    "/lib", "/lib32", "/lib64", "/libx32", "/bin", "/usr/lib", "/usr/lib32", "/usr/lib64",
+    "/usr/libx32", "/usr/bin", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime",
+)  # fmt: skip
+_UID_INSIDE = 1000
+SCRATCH_INSIDE = "/tmp"
+
+
+@dataclass(frozen=True, slots=True)
+class JailSpec:
+    """All that a worker's jail depends on; workers with equal specs are interchangeable."""
+
+    level: str
+    name: str
+    runtime: str
+    """Private directory of the service on the host: mount point (strict), scratch (portable)."""
+    memory_mb: int
+    processes: int
+    scratch_mb: int
+    uid: int | None
+    """Unprivileged uid for the worker when the service is root."""
+    group: cgroups.Group
+
+    @property
+    def forks(self) -> bool:
+        """May calls start processes? See the module docstring."""
+        return self.level == "strict" and self.group.complete
+
+    @property
+    def scratch(self) -> str:
+        return SCRATCH_INSIDE if self.level == "strict" else os.path.join(self.runtime, self.name)
+
+
+def prctl(option: int, *arguments: int) -> int:
+    """prctl with an OSError on failure."""
+    longs = [ctypes.c_ulong(a) for a in (*arguments, 0, 0, 0, 0)[:4]]
+    return syscalls.checked(syscalls.libc.prctl(option, *longs), f"prctl({option})")
+
+
+def fork() -> int:
+    """Fork without Python's after-fork hooks: a millisecond cheaper with a warm interpreter."""
+    bare = getattr(syscalls.libc, "_Fork", None) or syscalls.libc.fork
+    return syscalls.checked(bare(), "fork")
+
+
+def readable_paths() -> list[str]:
+    """Interpreter, packages and system libraries: what jailed code may read on the host."""
+    package = str(Path(__file__).resolve().parents[1])
+    wanted = [sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix, package]
+    paths: list[str] = []
+    for path in (*wanted, *_SYSTEM):
+        path = os.path.abspath(path)  # noqa: PTH100 - symlinks are kept as they are spelled
+        for spelled in (path, os.path.realpath(path)):
+            if spelled != "/" and os.path.lexists(spelled) and spelled not in paths:
+                paths.append(spelled)
+    return paths
+
+
+def unshare_namespaces(spec: JailSpec) -> None:
+    """Leave the host's namespaces; the next fork is PID 1 of the new PID namespace."""
+    flags = NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS | NEWCGROUP
+    uid, gid = os.geteuid(), os.getegid()
+    if uid == 0:
+        syscalls.checked(syscalls.libc.unshare(flags), "unshare")
+        return
+    syscalls.checked(syscalls.libc.unshare(flags | NEWUSER), "unshare(user namespace)")
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{_UID_INSIDE} {uid} 1")
+    Path("/proc/self/gid_map").write_text(f"{_UID_INSIDE} {gid} 1")
+
+
+def enter(spec: JailSpec) -> None:
+    """Confine the calling process for good. In strict it must be PID 1 of its namespace."""
+    os.umask(0o022)
+    if spec.level == "strict":
+        _build_root(spec)
+        readable, writable = ["/"], [SCRATCH_INSIDE, "/dev/shm"]
+    else:
+        readable, writable = readable_paths(), [spec.scratch]
+    os.umask(0o077)
+    os.chdir(spec.scratch)
+    _limit_worker()
+    _drop_bounding_set()
+    _become(spec.uid)
+    prctl(_PR_SET_DUMPABLE, 0)
+    prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    landlock.restrict(readable, writable, _DEVICES, signals=True)
+    _drop_capabilities()
+    seccomp.base_filter(strict=spec.level == "strict").install()
+
+
+def die_with_parent() -> None:
+    """SIGKILL for this process as soon as the process that forked it is gone."""
+    prctl(_PR_SET_PDEATHSIG, 9)
+
+
+# --------------------------------------------------------------------------- strict: a new root
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
+    encoded = [None if s is None else s.encode() for s in (source, target, kind)]
+    syscalls.checked(
+        syscalls.libc.mount(*encoded, ctypes.c_ulong(flags), data.encode() or None),
+        f"mount {source} on {target}",
+    )
+
+
+def _set_attributes(path: str, attributes: int) -> None:
+    """Mount attributes on everything mounted at and below `path` (RDONLY 1, NOSUID 2, NODEV 4)."""
+    structure = struct.pack("QQQQ", attributes, 0, 0, 0)
+    recursive = ctypes.c_uint(0x8000)
+    try:
+        syscalls.call(
+            "mount_setattr", -100, path.encode(), recursive, structure, ctypes.c_size_t(32)
+        )
+    except OSError as error:
+        if error.errno != 38:
+            raise
+        _mount("none", path, None, _MS_REMOUNT | _MS_BIND | attributes)  # kernels before 5.12
+
+
+def _build_root(spec: JailSpec) -> None:
+    """Assemble the read-only root in a tmpfs on the runtime directory and pivot into it."""
+    root = spec.runtime
+    _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
+    _mount("rstar2", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,nr_inodes=4k,mode=755")
+    for path in readable_paths():
+        _bind(path, root)
+    for directory in ("tmp", "dev/shm", "etc"):
+        Path(root, directory).mkdir(parents=True, exist_ok=True)
+    Path(root, "etc/passwd").write_text(f"user:x:{_UID_INSIDE}:{_UID_INSIDE}::/tmp:/bin/sh\n")
+    for device in _DEVICES:
+        target = Path(root, device[1:])
+        target.touch()
+        _mount(device, str(target), None, _MS_BIND)
+        _set_attributes(str(target), _MS_NOSUID | _MS_NOEXEC)
+    flags = _MS_NOSUID | _MS_NODEV
+    owner = "mode=1777"
+    _mount(
+        "scratch", f"{root}/tmp", "tmpfs", flags, f"size={spec.scratch_mb}m,nr_inodes=2k,{owner}"
+    )
+    _mount("shm", f"{root}/dev/shm", "tmpfs", flags | _MS_NOEXEC, f"size=8m,nr_inodes=256,{owner}")
+    os.chdir(root)
+    syscalls.call("pivot_root", b".", b".")
+    syscalls.checked(syscalls.libc.umount2(b".", 2), "umount2(old root)")
+    os.chdir("/")
+    _mount("none", "/", None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
+    with contextlib.suppress(OSError):  # the host's name is no secret worth refusing to start
+        name = b"jail"
+        syscalls.checked(syscalls.libc.sethostname(name, len(name)), "sethostname")
+
+
+def _bind(path: str, root: str) -> None:
+    """Show a host path read-only at the same place in the new root."""
+    target = Path(root, path[1:])
+    if target.exists() or target.is_symlink():
+        return  # inside something that is bound already
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if os.path.islink(path):
+        target.symlink_to(os.readlink(path))
+        return
+    if os.path.isdir(path):
+        target.mkdir(exist_ok=True)
+    else:
+        target.touch()
+    _mount(path, str(target), None, _MS_BIND | _MS_REC)
+    _set_attributes(str(target), _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
+
+
+# --------------------------------------------------------------------------- both levels
+
+
+def _limit_worker() -> None:
+    """Limits that are the same for the worker and all its calls; hard, so never raised again."""
+    limits = {
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NOFILE: 256,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_STACK: 8 << 20,
+        resource.RLIMIT_SIGPENDING: 1024,
+    }
+    for which, value in limits.items():
+        _, hard = resource.getrlimit(which)
+        if hard != resource.RLIM_INFINITY:
+            value = min(value, hard)
+        resource.setrlimit(which, (value, value))
+
+
+def _become(uid: int | None) -> None:
+    """As root: give up root for good. Otherwise the uid is unprivileged already."""
+    if uid is None:
+        return
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+def _drop_bounding_set() -> None:
+    """No capability may come back through exec; needs the privileges that are dropped next."""
+    for capability in range(64):
+        try:
+            prctl(_PR_CAPBSET_DROP, capability)
+        except OSError:
+            break  # EINVAL: no such capability; EPERM: none was there to drop
+
+
+def _drop_capabilities() -> None:
+    """Empty the ambient, permitted, effective and inheritable sets."""
+    with contextlib.suppress(OSError):  # kernels before 4.3
+        prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
+    header = struct.pack("Ii", 0x20080522, 0)
+    syscalls.call("capset", header, bytes(24))

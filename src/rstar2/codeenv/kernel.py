@@ -1,0 +1,203 @@
+"""What this kernel and container allow, which isolation level follows, and why.
+
+`resolve` is asked once before a pool is made. It tries the real thing in throw-away children: a
+user or mount namespace that cannot be made says so in the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rstar2.codeenv import cgroups, jail, landlock, syscalls
+from rstar2.codeenv.protocol import Isolation
+from rstar2.errors import IsolationError
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Abilities of this kernel, container and user, as tried just now."""
+
+    machine: str
+    kernel: str
+    root: bool
+    landlock_abi: int
+    seccomp: str | None
+    """None: works; else why not. Likewise namespaces and pidfd."""
+    namespaces: str | None
+    pidfd: str | None
+    cgroups: tuple[str, ...]
+    """Controllers that limits can be set with: memory, pids."""
+    huge_pages: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """The level that calls will get, and why not a better one."""
+
+    level: Isolation
+    reason: str
+    advice: tuple[str, ...] = ()
+
+
+def probe() -> Probe:
+    """Try everything that the jail needs."""
+    found = {c for h in cgroups.hierarchies() for c in h.controllers}
+    return Probe(
+        machine=syscalls.MACHINE,
+        kernel=os.uname().release,
+        root=os.geteuid() == 0,
+        landlock_abi=landlock.abi() if syscalls.MACHINE in syscalls.AUDIT_ARCH else 0,
+        seccomp=_tried(_try_seccomp),
+        namespaces=_tried(_try_namespaces),
+        pidfd=_tried(lambda: os.close(os.pidfd_open(os.getpid()))),
+        cgroups=tuple(sorted(found)),
+        huge_pages=_huge_pages(),
+    )
+
+
+def resolve(asked: str, found: Probe | None = None) -> Resolution:
+    """The level for `asked` (auto, strict, portable); IsolationError where it cannot be had."""
+    found = found or probe()
+    common = [
+        text
+        for text in (
+            None if found.landlock_abi else "Landlock is missing (Linux 5.13 or later needed)",
+            found.seccomp and f"seccomp: {found.seccomp}",
+            found.pidfd and f"pidfd: {found.pidfd}",
+        )
+        if text
+    ]
+    if common:
+        raise IsolationError("no isolation level can be had here: " + "; ".join(common))
+    advice = _advice(found)
+    if asked == "portable":
+        return Resolution("portable", "asked for", advice)
+    if found.namespaces is None:
+        return Resolution("strict", "namespaces can be made", advice)
+    if asked == "strict":
+        raise IsolationError(
+            f"isolation strict cannot be had: {found.namespaces}. " + " ".join(advice)
+        )
+    return Resolution("portable", f"no namespaces: {found.namespaces}", advice)
+
+
+def _advice(found: Probe) -> tuple[str, ...]:
+    advice = []
+    if found.namespaces is not None:
+        advice.append(
+            "For strict: allow unprivileged user namespaces (sysctl user.max_user_namespaces, "
+            "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns=0), "
+            "or in a container add CAP_SYS_ADMIN or a seccomp profile that allows unshare."
+        )
+    if set(found.cgroups) != {"memory", "pids"}:
+        advice.append(
+            "For child processes inside calls: give the service a delegated control group with "
+            "memory and pids (systemd-run --user -p Delegate=yes, or run as root)."
+        )
+    return tuple(advice)
+
+
+def worker_uid(level: str, wanted: int) -> int | None:
+    """The unprivileged uid that root gives a worker; None keeps the own one.
+
+    In portable the interpreter must stay readable for that uid, since its files are not bound to
+    other places; where it is not, the worker stays root without capabilities, held by Landlock.
+    """
+    if os.geteuid() != 0:
+        return None
+    if level == "strict" or all(_open_to_all(path) for path in jail.readable_paths()):
+        return wanted
+    return None
+
+
+def _open_to_all(path: str) -> bool:
+    real = Path(path).resolve()
+    return all(p.stat().st_mode & stat.S_IXOTH for p in real.parents) and bool(
+        real.stat().st_mode & stat.S_IROTH
+    )
+
+
+def sweep_runtime() -> None:
+    """Remove runtime directories of services that are gone."""
+    for entry in Path(tempfile.gettempdir()).glob("rstar2-codeenv-*-*-*"):
+        if not cgroups.owner_alive(entry.name):
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _tried(action: Callable[[], object]) -> str | None:
+    """Run `action` in a forked child; None if it worked, else what it said."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - told to the parent, which decides
+            os.write(writer, str(error).encode()[:2000] or b"failed")
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as answer:
+        text = answer.read().decode("utf-8", "replace")
+    _, status = os.waitpid(pid, 0)
+    return text or (None if status == 0 else f"the trial ended with status {status}")
+
+
+def _try_seccomp() -> None:
+    from rstar2.codeenv import seccomp
+
+    jail.prctl(38, 1)
+    seccomp.base_filter(strict=False).install()
+
+
+def _try_namespaces() -> None:
+    """Namespaces, mounts and the pivot, for real, in a directory of its own."""
+    runtime = tempfile.mkdtemp(prefix=f"{cgroups.owner_name()}-")
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _enter_trial(runtime)
+        _, status = os.waitpid(pid, 0)
+        if status:
+            raise OSError(Path(runtime, "error").read_text())
+    finally:
+        shutil.rmtree(runtime, ignore_errors=True)
+
+
+def _enter_trial(runtime: str) -> None:
+    error_file = os.open(f"{runtime}/error", os.O_CREAT | os.O_WRONLY, 0o600)
+    spec = jail.JailSpec(
+        "strict",
+        "trial",
+        runtime,
+        64,
+        4,
+        1,
+        worker_uid("strict", 60_099),
+        cgroups.Group(1, None, None),
+    )
+    try:
+        jail.unshare_namespaces(spec)
+        pid = os.fork()
+        if pid == 0:
+            jail.enter(spec)
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        os._exit(1 if status else 0)
+    except BaseException as error:  # noqa: BLE001 - told to the parent through the file
+        os.write(error_file, str(error).encode())
+    finally:
+        os._exit(1)
+
+
+def _huge_pages() -> str:
+    try:
+        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return "unavailable"
+    return text.partition("[")[2].partition("]")[0] or "unknown"

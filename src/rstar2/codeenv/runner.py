@@ -1,0 +1,239 @@
+"""What runs inside a call's process: untrusted code, and the record of how it ended.
+
+Nothing here is trusted by the outside: the record says only what the program may say of itself.
+The functions bind what they need early, so that a program that patches modules hurts itself at
+most; if anything fails here, the process ends without a record and the wait status speaks.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import gc
+import io
+import linecache
+import os
+import random
+import sys
+import threading
+import types
+from typing import Any, cast
+
+from rstar2.codeenv import frames
+from rstar2.codeenv.frames import Record
+
+FILENAME = "<program>"
+_MAX_FRAMES = 24
+_MAX_CHAIN = 4
+
+
+class CountingRaw(io.FileIO):
+    """File that remembers whether anything was written."""
+
+    wrote = False
+
+    def write(self, data: Any, /) -> int:
+        type(self).wrote = True
+        return cast(int, super().write(data))
+
+
+def prepare_streams() -> None:
+    """Standard streams of all calls to come, on descriptors 0 to 2; made once, inherited."""
+
+    def text(raw: io.RawIOBase, mode: str) -> io.TextIOWrapper:
+        buffer: Any = io.BufferedReader(raw) if mode == "r" else io.BufferedWriter(raw)
+        stream = io.TextIOWrapper(buffer, "utf-8", "backslashreplace", newline=None)
+        stream.mode = mode  # type: ignore[misc]
+        return stream
+
+    sys.stdin = sys.__stdin__ = text(io.FileIO(0, "r", closefd=False), "r")  # type: ignore[misc]
+    sys.stdin.reconfigure(errors="replace")
+    sys.stdout = sys.__stdout__ = text(CountingRaw(1, "w", closefd=False), "w")  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = text(io.FileIO(2, "w", closefd=False), "w")  # type: ignore[misc]
+    sys.stderr.reconfigure(line_buffering=True)
+
+
+def fresh_main() -> dict[str, Any]:
+    """A new `__main__` module; returns its namespace."""
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    namespace = module.__dict__
+    namespace["__builtins__"] = __builtins__
+    namespace["__file__"] = FILENAME
+    return namespace
+
+
+def reseed() -> None:
+    """Independent random numbers for every call, though all are forked from one process."""
+    random.seed()
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed(int.from_bytes(os.urandom(4), "little"))
+
+
+def execute(source: str, namespace: dict[str, Any], limit: int) -> Record:
+    """Run a program; its last expression becomes the value if nothing was printed."""
+    linecache.cache[FILENAME] = (len(source), None, source.splitlines(True), FILENAME)
+    try:
+        tree = compile(source, FILENAME, "exec", ast.PyCF_ONLY_AST)
+        last = None
+        if tree.body and type(tree.body[-1]) is ast.Expr:
+            last = ast.Expression(tree.body.pop().value)
+        program = compile(tree, FILENAME, "exec")
+        expression = compile(last, FILENAME, "eval") if last is not None else None
+    except SyntaxError as error:
+        return _syntax_error(error, source)
+    except BaseException as error:  # noqa: BLE001 - null bytes, nesting too deep, memory
+        return describe(error, source, limit)
+    try:
+        exec(program, namespace)
+        if expression is None:
+            return Record(frames.NOTHING)
+        value = eval(expression, namespace)
+        if value is None or CountingRaw.wrote or _pending() or source.rstrip().endswith(";"):
+            return Record(frames.NOTHING)
+        return _clipped(frames.VALUE, "", repr(value), limit)
+    except SystemExit as error:
+        return _exit(error)
+    except BaseException as error:  # noqa: BLE001 - whatever a program raises is its result
+        return describe(error, source, limit)
+
+
+def _pending() -> bool:
+    """Something printed that has not left the buffers yet?"""
+    stream = sys.__stdout__
+    try:
+        if stream is not None:
+            stream.flush()
+    except (OSError, ValueError):
+        return False
+    return CountingRaw.wrote
+
+
+def _clipped(kind: int, message: str, text: str, limit: int) -> Record:
+    """Keep both ends of a text that is far too long already here; the pool cuts exactly."""
+    keep = 2 * limit + 1000
+    if len(text) > 2 * keep:
+        cut = len(text) - 2 * keep
+        return Record(kind, message[:2000], text[:keep] + text[-keep:], cut)
+    return Record(kind, message[:2000], text)
+
+
+def _exit(error: SystemExit) -> Record:
+    code = error.code
+    if code is None or code == 0:
+        return Record(frames.NOTHING)
+    if isinstance(code, int):
+        return Record(frames.EXIT, f"SystemExit: {int(code)}", str(int(code) & 0xFF))
+    return Record(frames.EXIT, f"SystemExit: {_text(code)[:1000]}", "1")
+
+
+def _text(value: object) -> str:
+    """str(value) where `__str__` may be hostile."""
+    try:
+        return str(str(value))
+    except BaseException as error:  # noqa: BLE001 - a hostile __str__ may raise anything
+        return f"<{type(value).__name__} with a __str__ that raised {type(error).__name__}>"
+
+
+def _syntax_error(error: SyntaxError, source: str) -> Record:
+    name = type(error).__name__
+    line = error.lineno or 0
+    lines = source.splitlines()
+    text = lines[line - 1] if 0 < line <= len(lines) else ""
+    shown = [f'  File "{FILENAME}", line {line}']
+    if text.strip():
+        stripped = text.strip()
+        shown.append(f"    {stripped[:500]}")
+        column = (error.offset or 1) - 1 - (len(text) - len(text.lstrip()))
+        if 0 <= column <= len(stripped) and column < 500:
+            end = (error.end_offset or 0) if error.end_lineno == line else 0
+            width = max(1, min(end - (error.offset or 0), len(stripped) - column))
+            shown.append("    " + " " * column + "^" * width)
+    message = f"{name}: {error.msg}"
+    return Record(frames.SYNTAX, f"{message} (line {line})", "\n".join([*shown, message]))
+
+
+def describe(error: BaseException, source: str, limit: int) -> Record:
+    """An exception as Python prints it, trimmed to the program's own lines."""
+    kind = frames.MEMORY if isinstance(error, MemoryError) else frames.EXCEPTION
+    lines = source.splitlines()
+    parts: list[str] = []
+    link: BaseException | None = error
+    joint = ""
+    for _ in range(_MAX_CHAIN):
+        if link is None:
+            break
+        parts.append(_one(link, lines) + joint)
+        if link.__cause__ is not None:
+            joint = "\n\nThe above exception was the direct cause of the following exception:\n\n"
+            link = link.__cause__
+        elif link.__context__ is not None and not link.__suppress_context__:
+            joint = "\n\nDuring handling of the above exception, another exception occurred:\n\n"
+            link = link.__context__
+        else:
+            break
+    return _clipped(kind, headline(error), "".join(reversed(parts)), limit)
+
+
+def headline(error: BaseException) -> str:
+    """`TypeName: text`, as the last line of a traceback."""
+    kind = type(error)
+    name = kind.__qualname__
+    if kind.__module__ not in ("builtins", "__main__"):
+        name = f"{kind.__module__}.{name}"
+    if isinstance(error, SyntaxError):
+        return f"{name}: {error.msg} (line {error.lineno})"
+    text = _text(error)
+    return f"{name}: {text}" if text else name
+
+
+def _one(error: BaseException, lines: list[str]) -> str:
+    shown = []
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code.co_filename == FILENAME:
+            number = trace.tb_lineno
+            shown.append(f'  File "{FILENAME}", line {number}, in {code.co_name}')
+            if 0 < number <= len(lines):
+                shown.append(f"    {lines[number - 1].strip()[:500]}")
+        trace = trace.tb_next
+    if len(shown) > 2 * _MAX_FRAMES:
+        left_out = len(shown) // 2 - _MAX_FRAMES
+        marker = f"  [... {left_out} more frames ...]"
+        shown = [*shown[:_MAX_FRAMES], marker, *shown[-_MAX_FRAMES:]]
+    text = headline(error)
+    return "\n".join(["Traceback (most recent call last):", *shown, text]) if shown else text
+
+
+def finish(record: Record, result_fd: int) -> None:
+    """End as an interpreter would (threads, exit functions, flush), then hand in the record."""
+    if threading.active_count() > 1:
+        _quietly(threading._shutdown)  # type: ignore[attr-defined]
+    _quietly(atexit._run_exitfuncs)
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        if stream is not None:
+            _quietly(stream.flush)
+    data = memoryview(record.pack())
+    while data:
+        data = data[os.write(result_fd, data) :]
+
+
+def _quietly(function: Any) -> None:
+    """Closing rites of a program that ended already: what they raise changes nothing."""
+    try:
+        function()
+    except BaseException:  # noqa: BLE001 - the program's own hooks may raise anything
+        return
+
+
+def run_program(source: str, limit: int, result_fd: int) -> int:
+    """The whole life of a plain call after its process is set up; returns the exit code."""
+    gc.enable()
+    reseed()
+    record = execute(source, fresh_main(), limit)
+    finish(record, result_fd)
+    if record.kind == frames.EXIT:
+        return int(record.text)
+    return 1 if record.kind in (frames.EXCEPTION, frames.SYNTAX, frames.MEMORY) else 0

@@ -1,0 +1,164 @@
+"""Which system calls jailed code may make: an allow list, compiled to a BPF filter in Python.
+
+Everything that is not named is refused with ENOSYS (a program sees "not implemented" and can go
+on); calls with a foreign architecture or the x32 ABI kill the process. Some calls are allowed for
+some arguments only: `clone` never makes namespaces, `socket` makes Unix sockets at most, `prctl`
+touches names only, `prlimit64` acts on the caller itself.
+
+`base_filter` is installed once per worker. `call_filter` is added per call where there is no PID
+namespace or no cgroup: no new processes, and signals to oneself only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import struct
+
+from rstar2.codeenv import syscalls
+
+_LD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_NR, _ARCH, _ARGS = 0, 4, 16
+
+CLONE_NAMESPACES = 0x7E020000 | 0x80
+CLONE_THREAD = 0x00010000
+_AF_UNIX = 1
+_PR_ALLOWED = (15, 16, 3, 23, 39)
+"""PR_SET_NAME, PR_GET_NAME, PR_GET_DUMPABLE, PR_CAPBSET_READ, PR_GET_NO_NEW_PRIVS."""
+_PR_SET_PDEATHSIG = 1
+_IOCTL_ALLOWED = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+"""TCGETS (isatty), TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
+
+_ALWAYS = """
+read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 open openat creat close
+close_range stat fstat lstat newfstatat statx lseek mmap munmap mprotect mremap madvise msync
+mincore brk membarrier rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigtimedwait
+rt_sigsuspend sigaltstack pause alarm setitimer getitimer timer_create timer_settime timer_gettime
+timer_getoverrun timer_delete timerfd_create timerfd_settime timerfd_gettime signalfd signalfd4
+access faccessat faccessat2 pipe pipe2 select pselect6 poll ppoll epoll_create epoll_create1
+epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd eventfd2 sched_yield sched_getaffinity
+sched_getparam sched_getscheduler sched_get_priority_max sched_get_priority_min
+sched_rr_get_interval getpriority dup dup2 dup3 nanosleep clock_nanosleep clock_gettime
+clock_getres gettimeofday time times getrusage sysinfo uname getpid gettid getppid getuid geteuid
+getgid getegid getresuid getresgid getgroups getpgid getpgrp setpgid getsid setsid execve execveat
+exit exit_group wait4 waitid fcntl flock fsync fdatasync truncate ftruncate fallocate getdents
+getdents64 getcwd chdir fchdir rename renameat renameat2 mkdir mkdirat rmdir link linkat unlink
+unlinkat symlink symlinkat readlink readlinkat umask statfs fstatfs getrlimit setrlimit arch_prctl
+capget set_tid_address set_robust_list get_robust_list futex futex_waitv rseq getrandom getcpu
+restart_syscall fadvise64 sendfile copy_file_range sendto recvfrom sendmsg
+recvmsg shutdown getsockname getpeername setsockopt getsockopt sendmmsg recvmmsg pidfd_open
+kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_send_signal fork vfork
+""".split()
+_UNIX_SOCKETS = "bind listen accept accept4 connect".split()
+_METADATA = "chmod fchmod fchmodat fchmodat2 utime utimes utimensat futimesat".split()
+"""Landlock does not cover these, so without a mount namespace they would reach foreign files."""
+
+
+class Program:
+    """A BPF program under construction; `Program.install` puts it on the calling thread."""
+
+    def __init__(self, code: bytes) -> None:
+        self.code = code
+        self._buffer = ctypes.create_string_buffer(code, len(code))
+        self._fprog = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(self._buffer))
+
+    def install(self) -> None:
+        """Add the filter to this thread; needs no_new_privs. SECCOMP_SET_MODE_FILTER is 1."""
+        syscalls.call("seccomp", 1, 0, self._fprog)
+
+
+def _op(code: int, k: int, jt: int = 0, jf: int = 0) -> bytes:
+    return struct.pack("HBBI", code, jt, jf, k)
+
+
+def _refuse(number: int) -> bytes:
+    return _op(_RET, _ERRNO | number)
+
+
+def _argument(index: int, high: bool = False) -> bytes:
+    return _op(_LD, _ARGS + 8 * index + (4 if high else 0))
+
+
+def _prologue(machine: str) -> bytes:
+    """Check the architecture, refuse x32, leave the call number in the accumulator."""
+    code = _op(_LD, _ARCH) + _op(_JEQ, syscalls.AUDIT_ARCH[machine], 1, 0) + _op(_RET, _KILL)
+    code += _op(_LD, _NR)
+    if machine == "x86_64":
+        code += _op(_JGE, 0x40000000, 0, 1) + _op(_RET, _KILL)
+    return code
+
+
+def _when(number: int, body: bytes) -> bytes:
+    """If the accumulator holds `number`, run `body` (which must return)."""
+    return _op(_JEQ, number, 0, len(body) // 8) + body
+
+
+def _only_if_equal(index: int, allowed: tuple[int, ...], error: int) -> bytes:
+    """Allow when the low word of an argument is one of `allowed`."""
+    code = _argument(index)
+    for value in allowed:
+        code += _op(_JEQ, value, 0, 1) + _op(_RET, _ALLOW)
+    return code + _refuse(error)
+
+
+def base_filter(strict: bool, machine: str = syscalls.MACHINE) -> Program:
+    """The allow list of a worker. `strict`: namespaces keep foreign files and processes away."""
+    nr = syscalls.numbers(machine)
+    code = _prologue(machine)
+    plain = [*_ALWAYS, *(_UNIX_SOCKETS + _METADATA if strict else ())]
+    if not strict:
+        for name in _METADATA:
+            if name in nr:
+                code += _when(nr[name], _refuse(errno.EPERM))
+    refuse_namespaces = (
+        _argument(0) + _op(_JSET, CLONE_NAMESPACES, 0, 1) + _refuse(errno.EPERM) + _op(_RET, _ALLOW)
+    )
+    code += _when(nr["clone"], refuse_namespaces)
+    options = _PR_ALLOWED if strict else (*_PR_ALLOWED, _PR_SET_PDEATHSIG)
+    families = (_AF_UNIX,) if strict else ()
+    code += _when(nr["socket"], _only_if_equal(0, families, errno.EACCES))
+    code += _when(nr["socketpair"], _only_if_equal(0, (_AF_UNIX,), errno.EACCES))
+    code += _when(nr["prctl"], _only_if_equal(0, options, errno.EPERM))
+    code += _when(nr["prlimit64"], _only_if_equal(0, (0,), errno.EPERM))
+    code += _when(nr["ioctl"], _only_if_equal(1, _IOCTL_ALLOWED, errno.ENOTTY))
+    code += _when(nr["seccomp"], _only_if_equal(1, (0,), errno.EPERM))
+    for name in plain:
+        if name in nr:
+            code += _when(nr[name], _op(_RET, _ALLOW))
+    return Program(code + _refuse(errno.ENOSYS))
+
+
+class CallFilter:
+    """No new processes, signals to oneself only; the caller's pid is patched in per call."""
+
+    def __init__(self, forks: bool = False, machine: str = syscalls.MACHINE) -> None:
+        nr = syscalls.numbers(machine)
+        code = _prologue(machine)
+        if not forks:
+            threads_only = (
+                _argument(0)
+                + _op(_JSET, CLONE_THREAD, 0, 1)
+                + _op(_RET, _ALLOW)
+                + _refuse(errno.EAGAIN)
+            )
+            code += _when(nr["clone"], threads_only)
+            for name in ("fork", "vfork"):
+                if name in nr:
+                    code += _when(nr[name], _refuse(errno.EAGAIN))
+        self._pid_offsets: list[int] = []
+        for name in ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"):
+            body = _argument(0) + _op(_JEQ, 0, 0, 1) + _op(_RET, _ALLOW) + _refuse(errno.EPERM)
+            self._pid_offsets.append(len(code) + 16 + 4)
+            code += _when(nr[name], body)
+        for name in ("tkill", "pidfd_send_signal", "pidfd_open"):
+            code += _when(nr[name], _refuse(errno.EPERM))
+        parent_death = _argument(0) + _op(_JEQ, _PR_SET_PDEATHSIG, 0, 1) + _refuse(errno.EPERM)
+        code += _when(nr["prctl"], parent_death + _op(_RET, _ALLOW))
+        self._code = bytearray(code + _op(_RET, _ALLOW))
+
+    def install(self, pid: int) -> None:
+        """Put the filter on the calling thread for the process `pid`, which is the caller."""
+        for offset in self._pid_offsets:
+            struct.pack_into("I", self._code, offset, pid)
+        Program(bytes(self._code)).install()

@@ -1,0 +1,75 @@
+"""Trusted functions that the pool runs for its callers, under the same deadlines as programs.
+
+`FUNCTIONS` maps a public name to "module:function". A function takes keyword arguments and returns
+something that JSON can carry. It runs in a fresh child of a warm worker without any untrusted code
+in it, so that an endless simplification can be killed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from rstar2.codeenv import frames, runner
+from rstar2.codeenv.frames import Record
+
+FUNCTIONS: dict[str, str] = {"math": "rstar2.reward.graders:math_equal"}
+"""Public name -> import string."""
+
+
+def resolve(target: str) -> Callable[..., Any]:
+    """Import "module:function"."""
+    module, _, name = target.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    if not callable(found):
+        raise TypeError(f"{target} is not callable")
+    return found  # type: ignore[no-any-return]
+
+
+def preload(functions: Mapping[str, str]) -> dict[str, str]:
+    """Import what can be imported; returns name -> error for the rest."""
+    missing: dict[str, str] = {}
+    for name, target in functions.items():
+        try:
+            resolve(target)
+        except (ImportError, AttributeError, TypeError) as error:
+            missing[name] = f"{type(error).__name__}: {error}"
+    return missing
+
+
+def run(functions: Mapping[str, str], body: bytes, result_fd: int) -> NoReturn:
+    """In the child: call the function and hand in what it returned. Never returns."""
+    record = _call(functions, body)
+    runner.finish(record, result_fd)
+    os._exit(0)
+
+
+def _call(functions: Mapping[str, str], body: bytes) -> Record:
+    request = json.loads(body)
+    name, arguments = request["function"], request["arguments"]
+    if name not in functions:
+        known = ", ".join(sorted(functions))
+        return Record(
+            frames.REFUSED, f"no function {name!r}; there are: {known}", "unknown_function"
+        )
+    try:
+        function = resolve(functions[name])
+    except (ImportError, AttributeError, TypeError) as error:
+        return Record(frames.REFUSED, f"{functions[name]}: {error}", "unknown_function")
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        return Record(frames.REFUSED, f"{name}: {error}", "bad_arguments")
+    except ValueError:
+        pass  # a builtin without a signature: the call itself will tell
+    try:
+        value = function(**arguments)
+        return Record(frames.JSON, text=json.dumps(value))
+    except Exception as error:  # noqa: BLE001 - whatever a grader raises is reported by name
+        return Record(frames.REFUSED, runner.headline(error), "exception")

@@ -1,0 +1,83 @@
+"""What a zygote has done before its first call: imports and small representative computations.
+
+The computations touch the code paths that calls use most (solving, simplifying, linear algebra,
+printing, failing), none of them
+a program that a benchmark runs, so that a forked child finds caches filled and pages in place. Flavours keep
+rarely used weight out of the common path, because every mapping makes each fork slower:
+
+    base     NumPy, SymPy, mpmath and the usual standard library
+    scipy    base + SciPy, for programs that mention it
+    verify   base + the trusted functions of verify.FUNCTIONS, no program ever runs there
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+
+FLAVOURS = ("base", "scipy", "verify")
+
+_STANDARD = """
+abc argparse array ast base64 bisect calendar cmath collections collections.abc contextlib copy csv
+dataclasses datetime decimal enum fractions functools hashlib heapq io itertools json linecache math
+numbers operator os pathlib pickle pprint queue random re secrets shutil statistics string struct
+subprocess sys tempfile textwrap threading time traceback types typing unicodedata uuid warnings
+zlib concurrent.futures
+""".split()
+_SCIPY = "scipy scipy.linalg scipy.special scipy.optimize scipy.integrate scipy.stats".split()
+
+_PROGRAMS = {
+    "base": (
+        "print('hello', 7 * 6)",
+        "total = 0\nfor i in range(1000):\n    total += i * i % 7\nprint(f'{total:>8} {total / 3:.4f}')",
+        "from sympy import symbols, solve, simplify, expand, factor, Rational\n"
+        "x = symbols('x')\nprint(solve(2*x**2 + x - 15, x), solve([x + 3], [x]))\n"
+        "print(expand((x + 1)**3), factor(x**2 - 1), simplify((x**2 - 1)/(x - 1)))\n"
+        "print(Rational(3, 7) + Rational(1, 2))",
+        "import sympy as sp\nn, k = sp.symbols('n k', integer=True, positive=True)\n"
+        "print(sp.factorint(360), sp.isprime(97), sp.gcd(12, 18), sp.binomial(10, 3))\n"
+        "print(sp.summation(k, (k, 1, n)), sp.sqrt(8), sp.N(sp.pi, 20))\n"
+        "print(sp.diff(sp.sin(n)**2, n), sp.integrate(n**2, n), sp.Matrix([[1, 2], [3, 4]]).det())",
+        "import numpy as np\na = np.arange(16.0).reshape(4, 4) + np.eye(4)\n"
+        "print(np.linalg.det(a), np.linalg.solve(a, np.ones(4)), np.linalg.eigvals(a))\n"
+        "print((a @ a).sum(axis=0), a.mean(), np.sort(a.ravel())[:3])",
+        "import math, itertools, collections, fractions\n"
+        "print(math.comb(10, 4), collections.Counter('abca'), fractions.Fraction(3, 9))\n"
+        "print(sum(1 for p in itertools.permutations(range(5)) if p[0] < p[-1]))",
+        "int('seven')",
+        "[1, 2][5]",
+        "print('unfinished'",
+        "2 ** 100",
+    ),
+    "scipy": (
+        "import numpy as np\nfrom scipy import optimize, integrate, linalg, stats, special\n"
+        "print(optimize.brentq(lambda t: t * t - 2, 0, 2), integrate.quad(np.sin, 0, 1)[0])\n"
+        "print(linalg.det(np.eye(3)), stats.norm.cdf(0.5), special.gamma(4.5))",
+    ),
+    "verify": (),
+}
+
+
+def import_modules(flavour: str) -> list[str]:
+    """Import the flavour's modules; returns those that are not installed."""
+    names = [*_STANDARD, "numpy", "numpy.linalg", "numpy.random", "mpmath", "sympy"]
+    missing = []
+    for name in (*names, *(_SCIPY if flavour == "scipy" else ())):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            missing.append(name)
+    return missing
+
+
+def run_programs(flavour: str, rounds: int = 2) -> None:
+    """Run the representative programs in this process, their output thrown away."""
+    from rstar2.codeenv import runner
+
+    programs = _PROGRAMS["base"] + (_PROGRAMS[flavour] if flavour != "base" else ())
+    for _ in range(rounds):
+        for program in programs:
+            with contextlib.redirect_stdout(io.StringIO()):
+                runner.execute(program, runner.fresh_main(), 10_000)
+        runner.reseed()

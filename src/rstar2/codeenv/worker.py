@@ -1,0 +1,396 @@
+"""A worker: the warm, jailed process that forks a child per call and watches it from outside.
+
+It is PID 1 of its namespace (strict), so calls cannot signal it; in portable seccomp keeps their
+signals from it. It never parses what a child sends and never keeps what a call brought: code,
+input and output live in private buffers that are dropped after each call, so that the next child,
+a copy of this process, finds nothing of its predecessors.
+
+    pool --Request--> worker --fork--> child (stdin, stdout, stderr, record on 0 to 3)
+    pool <--Reply---  worker <-pipes + wait status-
+
+Invariants: one call at a time; after a call nothing of it runs (strict: the whole PID namespace is
+swept); a reply is sent exactly once per request; end of file from the pool ends the worker.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from rstar2.codeenv import frames, jail, runner, seccomp
+from rstar2.codeenv.frames import Reply, Request
+
+RESULT_FD = 3
+_FIRST_FD = 4
+_EAGER_MS = 5
+"""Small outputs fit into the pipe: for this long only the end of the child wakes the worker."""
+_LOOK_S = 0.03
+"""How often scratch (portable) and CPU time are looked at."""
+
+
+class Buffer:
+    """Private memory outside the heap; `drop` gives the pages back, so nothing is left to read."""
+
+    def __init__(self, size: int) -> None:
+        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.view = memoryview(self._map)
+        self.used = 0
+
+    def drop(self) -> None:
+        if self.used:
+            self._map.madvise(mmap.MADV_DONTNEED)
+            self.used = 0
+
+    def fill(self, descriptor: int, cap: int) -> bool:
+        """Read what is there, at most up to `cap` bytes in all; False at end of file."""
+        try:
+            count = os.readv(descriptor, [self.view[self.used : cap + 1]])
+        except BlockingIOError:
+            return True
+        self.used += count
+        return count > 0
+
+
+class Call:
+    """One child and the pipes to it, as seen by the worker."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.cause = frames.EXITED
+        self.pid = 0
+        self.pidfd = -1
+        self.pipes = [os.pipe() for _ in range(3)]
+        self.started = time.monotonic()
+        self.deadline = self.started + request.wall_s
+
+    def parent_side(self, pid: int) -> None:
+        """Keep the reading ends and a handle on the child."""
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+        for reader, writer in self.pipes:
+            os.close(writer)
+            os.set_blocking(reader, False)
+
+    def child_side(self) -> None:
+        """Standard output, error and record on 1 to 3; every other descriptor closed."""
+        for target, (_, writer) in enumerate(self.pipes, start=1):
+            os.dup2(writer, target)
+        os.closerange(_FIRST_FD, 256)
+
+    def kill(self, cause: int) -> None:
+        if self.cause == frames.EXITED:
+            self.cause = cause
+        signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def close(self) -> None:
+        for reader, _ in self.pipes:
+            os.close(reader)
+        os.close(self.pidfd)
+
+
+class Worker:
+    """Serves one socket until it closes."""
+
+    def __init__(
+        self,
+        control: socket.socket,
+        spec: jail.JailSpec,
+        verify: Callable[[bytes, int], NoReturn],
+        tidy: Callable[[], None],
+    ) -> None:
+        self.spec = spec
+        self.control = control
+        self.verify = verify
+        self.tidy = tidy
+        self.body = Buffer(frames.MAX_BODY)
+        cap = frames.output_cap(1 << 20) + (1 << 16)
+        self.streams = [Buffer(cap) for _ in range(3)]
+        self.filter = None if spec.forks else seccomp.CallFilter()
+        self.served = 0
+        self.base_as = 0
+        self.base_rss_kb = 0
+        self.clean_mark = 0
+
+    # ------------------------------------------------------------------ the loop
+
+    def serve(self) -> NoReturn:
+        """Answer requests until the pool closes the socket."""
+        self._measure()
+        self.control.sendall(frames.HELLO)
+        header = bytearray(frames.REQUEST.size)
+        while self._receive(memoryview(header)):
+            request = Request(*frames.REQUEST.unpack(header))
+            length = request.name + request.code + request.stdin
+            if length and not self._receive(self.body.view[:length]):
+                break
+            self.body.used = length
+            self.answer(request)
+            self.served += 1
+            if self.served % 256 == 0:
+                self.tidy()
+        os._exit(0)
+
+    def answer(self, request: Request) -> None:
+        """Run one plain call or verification and reply."""
+        self.reply(*self._run(request))
+
+    def reply(self, call: Call, status: int, usage: resource.struct_rusage) -> None:
+        """Send the reply and forget the call."""
+        out, err, record = self.streams
+        wall = time.monotonic() - call.started
+        clean = self._clean_scratch()
+        header = Reply(
+            seq=call.request.seq,
+            status=status,
+            cause=call.cause,
+            retire=0 if clean else 1,
+            stdout=out.used,
+            stderr=err.used,
+            record=record.used,
+            wall_s=wall,
+            cpu_s=usage.ru_utime + usage.ru_stime,
+            peak_mb=max(0, usage.ru_maxrss - self.base_rss_kb) / 1024,
+        )
+        self.send(header)
+
+    def send(self, header: Reply) -> None:
+        """Header and streams in one go; then the buffers are emptied."""
+        parts: list[memoryview | bytes] = [header.pack()]
+        parts += [stream.view[: stream.used] for stream in self.streams if stream.used]
+        try:
+            sent = self.control.sendmsg(parts)
+            total = sum(len(part) for part in parts)
+            if sent < total:
+                self.control.sendall(b"".join(parts)[sent:])
+        except OSError:
+            os._exit(0)  # the pool is gone
+        for stream in (*self.streams, self.body):
+            stream.drop()
+
+    def _receive(self, view: memoryview) -> bool:
+        done = 0
+        while done < len(view):
+            count = self.control.recv_into(view[done:])
+            if count == 0:
+                return False
+            done += count
+        return True
+
+    # ------------------------------------------------------------------ one call
+
+    def _run(self, request: Request) -> tuple[Call, int, resource.struct_rusage]:
+        call = Call(request)
+        pid = jail.fork()
+        if pid == 0:
+            self._child(call)
+        call.parent_side(pid)
+        self.watch(call, [call.pidfd])
+        _, status, usage = os.wait4(pid, 0)
+        self.sweep()
+        self._drain(call)
+        call.close()
+        return call, status, usage
+
+    def _child(self, call: Call) -> NoReturn:
+        """In the forked child: streams, limits, filter, then the program. Never returns."""
+        code = 120
+        try:
+            request = call.request
+            source = bytes(self.body.view[request.name : request.name + request.code])
+            start = request.name + request.code
+            stdin = bytes(self.body.view[start : start + request.stdin])
+            call.child_side()
+            self.body.drop()
+            if stdin:
+                provide_stdin(stdin)
+            self.confine(request)
+            if request.kind == frames.VERIFY:
+                self.verify(source, RESULT_FD)
+            text = source.decode("utf-8", "replace")
+            code = runner.run_program(text, request.output_chars, RESULT_FD)
+        finally:
+            os._exit(code)
+
+    def confine(self, request: Request) -> None:
+        """Per-call limits and, where there is no PID namespace or cgroup, the per-call filter."""
+        memory = self.base_as + (request.memory_mb << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        cpu = math.ceil(request.cpu_s) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
+        size = request.file_mb << 20
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        threads = request.processes + (0 if self.spec.level == "strict" else 1024)
+        _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+        if hard != resource.RLIM_INFINITY:
+            threads = min(threads, hard)
+        resource.setrlimit(resource.RLIMIT_NPROC, (threads, threads))
+        if self.filter is not None:
+            if self.spec.level != "strict":
+                jail.die_with_parent()
+            self.filter.install(os.getpid())
+
+    def watch(self, call: Call, ends: list[int]) -> bool:
+        """Wait until one of `ends` is readable or a limit is hit; True if the child ended."""
+        poller = select.poll()
+        poller.register(self.control, 0)
+        for descriptor in ends:
+            poller.register(descriptor, select.POLLIN)
+        ended = self._pause(poller, call, ends, min(_EAGER_MS, call.request.wall_s * 1000))
+        if ended:
+            return True
+        open_streams = {call.pipes[i][0]: stream for i, stream in enumerate(self.streams)}
+        for descriptor in open_streams:
+            poller.register(descriptor, select.POLLIN)
+        while True:
+            wait = self._next_look(call)
+            if wait is None:
+                return False
+            for descriptor, _ in poller.poll(wait * 1000):
+                if descriptor in ends:
+                    return True
+                if descriptor == self.control.fileno():
+                    os._exit(0)  # the pool hung up
+                cap = frames.output_cap(call.request.output_chars)
+                stream = open_streams[descriptor]
+                if not stream.fill(descriptor, cap):
+                    poller.unregister(descriptor)
+                elif stream.used > cap:
+                    call.kill(frames.OUTPUT)
+                    return False
+
+    def _pause(self, poller: select.poll, call: Call, ends: list[int], wait_ms: float) -> bool:
+        events = [descriptor for descriptor, _ in poller.poll(wait_ms)]
+        if self.control.fileno() in events:
+            os._exit(0)
+        return any(descriptor in ends for descriptor in events)
+
+    def _next_look(self, call: Call) -> float | None:
+        """Seconds until limits must be looked at again; None if the call was killed just now."""
+        request = call.request
+        left = call.deadline - time.monotonic()
+        if left <= 0:
+            call.kill(frames.WALL)
+            return None
+        if self.spec.level != "strict":
+            left = min(left, _LOOK_S)
+            if self._scratch_used() > self.spec.scratch_mb << 20:
+                call.kill(frames.SCRATCH)
+                return None
+        if request.cpu_s < request.wall_s:
+            spare = request.cpu_s - _cpu_time(call.pid)
+            if spare <= 0:
+                call.kill(frames.CPU)
+                return None
+            left = min(left, max(spare / 2, 0.005))
+        return left
+
+    def sweep(self) -> None:
+        """Kill and reap whatever the call left running in this PID namespace."""
+        if not self.spec.forks:
+            return
+        while True:
+            try:
+                os.kill(-1, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            try:
+                os.waitpid(-1, 0)
+            except ChildProcessError:
+                return
+
+    def _drain(self, call: Call) -> None:
+        """What is still in the pipes of a call that is over."""
+        cap = frames.output_cap(call.request.output_chars)
+        for (reader, _), stream in zip(call.pipes, self.streams, strict=True):
+            while stream.used <= cap:
+                before = stream.used
+                if not stream.fill(reader, cap) or stream.used == before:
+                    break
+
+    # ------------------------------------------------------------------ scratch and baselines
+
+    def _measure(self) -> None:
+        """Baselines of a warm worker: what a call that does nothing uses."""
+        pid = jail.fork()
+        if pid == 0:
+            os._exit(0)
+        _, _, usage = os.wait4(pid, 0)
+        self.base_rss_kb = usage.ru_maxrss
+        self.clean_mark = self._scratch_mark()
+
+    def _scratch_mark(self) -> int:
+        """A number that changes when something is left in scratch."""
+        if self.spec.level != "strict":
+            return len(os.listdir("."))
+        mark = 0
+        for path in (jail.SCRATCH_INSIDE, "/dev/shm"):
+            info = os.statvfs(path)
+            mark += info.f_files - info.f_ffree
+        return mark
+
+    def _scratch_used(self) -> int:
+        """Bytes in the scratch directory (portable), with a floor of 4 KB an entry."""
+        total = entries = 0
+        stack = ["."]
+        while stack and entries < 100_000:
+            try:
+                with os.scandir(stack.pop()) as found:
+                    for entry in found:
+                        entries += 1
+                        info = entry.stat(follow_symlinks=False)
+                        total += max(info.st_blocks * 512, 4096)
+                        if entry.is_dir(follow_symlinks=False):
+                            stack.append(entry.path)
+            except OSError:
+                continue  # it changed under our eyes; the next look sees it
+        return total
+
+    def _clean_scratch(self) -> bool:
+        """Empty scratch; False if that is not possible and the worker must be replaced."""
+        if self._scratch_mark() == self.clean_mark:
+            return True
+        places = [jail.SCRATCH_INSIDE, "/dev/shm"] if self.spec.level == "strict" else ["."]
+        try:
+            for place in places:
+                for name in os.listdir(place):
+                    path = os.path.join(place, name)
+                    if os.path.isdir(path) and not os.path.islink(path):
+                        shutil.rmtree(path)
+                    else:
+                        os.unlink(path)
+        except (OSError, RecursionError):
+            return False
+        return self._scratch_mark() == self.clean_mark
+
+
+def _cpu_time(pid: int) -> float:
+    """CPU seconds of another process, by its clock (see clock_getcpuclockid)."""
+    try:
+        return time.clock_gettime((~pid << 3) | 2)
+    except OSError:
+        return 0.0
+
+
+def provide_stdin(data: bytes) -> None:
+    """Put `data` on descriptor 0: a pipe if it fits into one, else an unlinked scratch file."""
+    if len(data) <= 1 << 16:
+        reader, writer = os.pipe()
+        os.write(writer, data)
+        os.close(writer)
+    else:
+        reader = os.open(".", os.O_TMPFILE | os.O_RDWR, 0o600)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(reader, rest) :]
+        os.lseek(reader, 0, os.SEEK_SET)
+    os.dup2(reader, 0)
+    os.close(reader)

@@ -1,0 +1,237 @@
+"""The zygote: a clean, warm, single-threaded interpreter that forks jailed workers on demand.
+
+Started by the pool with an empty environment and nothing open but a control socket, so that nothing
+of the service (secrets, torch, threads) is in it. Messages are JSON, one per packet; a request
+to spawn brings the worker's socket along. When the control socket closes, the zygote kills and
+reaps its workers, removes their control groups and scratch directories, and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rstar2.codeenv import heap
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def command() -> list[str]:
+    """How to start a zygote: isolated from the environment and the current directory."""
+    root = str(Path(__file__).resolve().parents[2])
+    program = (
+        "import sys; sys.path.append(sys.argv[1]);"
+        "from rstar2.codeenv.zygote import main; main(sys.argv[2], int(sys.argv[3]))"
+    )
+    return [sys.executable, "-I", "-c", program, root]
+
+
+def environment() -> dict[str, str]:
+    """All that a zygote and its calls see of the environment."""
+    return {
+        "PATH": "/usr/bin:/bin",
+        "HOME": "/tmp",
+        "LANG": "C.UTF-8",
+        "LC_ALL": "C.UTF-8",
+        "TMPDIR": "/tmp",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "NUMEXPR_NUM_THREADS": "1",
+        "MPLBACKEND": "Agg",
+    }
+
+
+def main(settings: str, descriptor: int) -> None:
+    """Warm up, report, then spawn workers until the pool hangs up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    control = socket.socket(fileno=descriptor)
+    options = json.loads(settings)
+    zygote = Zygote(control, options)
+    zygote.warm_up()
+    zygote.serve()
+
+
+class Zygote:
+    """Owns the workers it forked."""
+
+    def __init__(self, control: socket.socket, options: dict[str, Any]) -> None:
+        self.control = control
+        self.flavour: str = options["flavour"]
+        self.functions: dict[str, str] = options["functions"]
+        self.workers: dict[int, tuple[int, Any]] = {}
+        """pidfd -> (pid, spec)."""
+
+    def warm_up(self) -> None:
+        """Import, run representative programs, freeze and collapse the heap; then say so."""
+        from rstar2.codeenv import jail, runner, verify, warmup, worker
+
+        warm = heap.WarmHeap()
+        missing = {name: "not installed" for name in warmup.import_modules(self.flavour)}
+        if self.flavour == "verify":
+            missing |= verify.preload(self.functions)
+        warmup.run_programs(self.flavour)
+        _ = (jail, worker)
+        runner.fresh_main()
+        sys.argv = ["program.py"]
+        sys.path.insert(0, "")
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        report = warm.settle()
+        jail.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        self.say(ready=True, flavour=self.flavour, missing=missing, heap=asdict(report))
+
+    def say(self, **message: Any) -> None:
+        with contextlib.suppress(OSError):  # the pool is gone: serve() ends at its next look
+            self.control.sendall(json.dumps(message).encode())
+
+    def serve(self) -> None:
+        """Spawn and reap until the control socket closes, then clean up."""
+        poller = select.poll()
+        poller.register(self.control, select.POLLIN)
+        while True:
+            for descriptor, _ in poller.poll():
+                if descriptor == self.control.fileno():
+                    data, descriptors, _, _ = socket.recv_fds(self.control, 1 << 16, 4)
+                    if not data:
+                        self.close()
+                        return
+                    pidfd = self.spawn(json.loads(data), descriptors)
+                    if pidfd is not None:
+                        poller.register(pidfd, select.POLLIN)
+                else:
+                    poller.unregister(descriptor)
+                    self.reap(descriptor)
+
+    def reap(self, pidfd: int) -> None:
+        """A worker ended: collect it and remove what it had on the host."""
+        from rstar2.codeenv import cgroups
+
+        pid, spec = self.workers.pop(pidfd)
+        _, status = os.waitpid(pid, 0)
+        os.close(pidfd)
+        oom = cgroups.oom_kills(spec.group)
+        _remove_traces(spec)
+        self.say(exited=spec.name, status=status, oom=oom)
+
+    def spawn(self, message: dict[str, Any], descriptors: list[int]) -> int | None:
+        """Fork a worker into its jail; returns a handle that becomes readable when it ends."""
+        from rstar2.codeenv import cgroups, jail
+
+        fields = message["spec"]
+        spec = jail.JailSpec(**{**fields, "group": cgroups.Group(**fields["group"])})
+        try:
+            if spec.level == "portable":
+                Path(spec.scratch).mkdir(mode=0o700)
+                if spec.uid is not None:
+                    os.chown(spec.scratch, spec.uid, spec.uid)
+            pid = self._fork_worker(spec, descriptors[0])
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            _remove_traces(spec)
+            self.say(failed=spec.name, error=str(error))
+            return None
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self.workers[pidfd] = (pid, spec)
+        self.say(spawned=spec.name, pid=pid)
+        return pidfd
+
+    def _fork_worker(self, spec: Any, descriptor: int) -> int:
+        """Strict needs two forks: only a child of the process that unshared is PID 1."""
+        reader, writer = os.pipe()
+        go_reader, go_writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            self._between(spec, descriptor, writer, go_reader)
+        os.close(writer)
+        os.close(go_reader)
+        with os.fdopen(reader, "rb") as answer:
+            text = answer.read(4096).decode()
+        os.waitpid(pid, 0)
+        os.write(go_writer, b".")  # the worker's parent is this process from here on
+        os.close(go_writer)
+        if not text.isdigit():
+            raise OSError(text or "the worker died while its jail was built")
+        return int(text)
+
+    def _between(self, spec: Any, descriptor: int, writer: int, go: int) -> NoReturn:
+        """In the intermediate process: groups, namespaces, second fork; reports the pid."""
+        from rstar2.codeenv import cgroups, jail
+
+        try:
+            cgroups.join(spec.group, os.getpid())
+            if spec.level == "strict":
+                jail.unshare_namespaces(spec)
+            pid = os.fork()
+            if pid == 0:
+                os.close(writer)
+                self._become_worker(spec, descriptor, go)
+            os.write(writer, str(pid).encode())
+        except OSError as error:
+            os.write(writer, str(error).encode())
+        os._exit(0)
+
+    def _become_worker(self, spec: Any, descriptor: int, go: int) -> NoReturn:
+        """In the worker: enter the jail and serve. Reports a failure on its own socket."""
+        from rstar2.codeenv import jail, runner, verify, worker
+
+        os.read(go, 1)
+        jail.die_with_parent()
+        control = socket.socket(fileno=os.dup(descriptor))
+        try:
+            null = os.open("/dev/null", os.O_RDWR)
+            for target in range(4):
+                os.dup2(null, target)
+            kept = os.dup2(control.detach(), 200)
+            os.closerange(4, 200)
+            os.closerange(201, 1024)
+            control = socket.socket(fileno=kept)
+            os.set_inheritable(kept, False)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            runner.prepare_streams()
+            functions = self.functions
+            server = worker.Worker(
+                control, spec, lambda body, fd: verify.run(functions, body, fd), heap.collapse
+            )
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            server.base_as = pages * os.sysconf("SC_PAGE_SIZE")
+            jail.enter(spec)
+            heap.collapse()
+            server.serve()
+        except BaseException as error:  # noqa: BLE001 - reported to the pool, then the end
+            with contextlib.suppress(OSError):
+                control.sendall(f"{type(error).__name__}: {error}\n".encode())
+        os._exit(1)
+
+    def close(self) -> None:
+        """Kill and reap every worker and remove what they had on the host."""
+        for pidfd, (pid, spec) in self.workers.items():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            _remove_traces(spec)
+
+
+def _remove_traces(spec: Any) -> None:
+    """Control groups and scratch of a worker that is gone."""
+    from rstar2.codeenv import cgroups
+
+    for directory in spec.group.directories:
+        cgroups.remove(directory)
+    if spec.level == "portable":
+        shutil.rmtree(spec.scratch, ignore_errors=True)
