@@ -1,0 +1,301 @@
+"""`rstar2 codeenv`: serve the code environment, run one program in it, measure it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import secrets
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from rstar2.codeenv.client import CodeEnvClient
+from rstar2.codeenv.protocol import RunRequest
+from rstar2.config import CodeEnvConfig
+from rstar2.errors import UserError
+from rstar2.types import Limits, ToolResult, encode
+
+TOKEN_VARIABLE = "RSTAR2_CODEENV_TOKEN"
+PORT = 8088
+QUEUE_S = 60.0
+"""Time that `run` allows for starting and queueing, beside the program's own limit."""
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    help="Run untrusted Python fast and in a jail: as a service, or one program from here.",
+)
+progress = Console(stderr=True)
+
+Isolation = Annotated[
+    str,
+    typer.Option(
+        help="auto takes the best level that this machine allows; strict (namespaces) or portable "
+        "refuse to start where they cannot be had. `rstar2 doctor` explains.",
+    ),
+]
+Url = Annotated[
+    str, typer.Option(help="use the server at this URL instead of starting one for this command")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON on stdout")]
+WallS = Annotated[float | None, typer.Option(help="seconds that a call may take")]
+CpuS = Annotated[float | None, typer.Option(help="seconds of CPU that a call may use")]
+MemoryMb = Annotated[int | None, typer.Option(help="memory of a call and its children")]
+Processes = Annotated[int | None, typer.Option(help="processes and threads of a call")]
+FileMb = Annotated[int | None, typer.Option(help="largest file that a call may write")]
+ScratchMb = Annotated[int | None, typer.Option(help="scratch space of a call")]
+OutputChars = Annotated[int | None, typer.Option(help="characters kept of each stream")]
+
+
+@app.command()
+def serve(
+    host: Annotated[
+        str, typer.Option(help="address to listen on; beyond loopback a token is required")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free port", min=0, max=65535)] = PORT,
+    isolation: Isolation = "auto",
+    slots: Annotated[
+        int, typer.Option(help="calls executed at once; 0 takes one per core, plus one", min=0)
+    ] = 0,
+    queue: Annotated[
+        int, typer.Option(help="calls that may wait; beyond it callers get 429", min=1)
+    ] = 50_000,
+    token_file: Annotated[
+        Path | None, typer.Option(help=f"file that holds the token (or set {TOKEN_VARIABLE})")
+    ] = None,
+    wall_s: WallS = None,
+    memory_mb: MemoryMb = None,
+    max_wall_s: Annotated[float | None, typer.Option(help="most wall_s a call may ask")] = None,
+    max_memory_mb: Annotated[int | None, typer.Option(help="most memory_mb it may ask")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print one line of JSON on stdout when ready")
+    ] = False,
+) -> None:
+    """Serve the code environment over HTTP until Ctrl-C or SIGTERM.
+
+    \b
+    rstar2 codeenv serve                      on http://127.0.0.1:8088
+    curl -s localhost:8088/v1/run -d '{"id": "1", "code": "print(1+1)"}'
+    curl -s localhost:8088/health
+
+    Also answers code-judge's /run/batch, /run/long-batch and SandboxFusion's /run_code.
+    The first signal lets running calls finish for 10 s; a second one ends them at once.
+    """
+    from rstar2.codeenv.serve import Ready
+    from rstar2.codeenv.serve import serve as run_server
+
+    config = _config(
+        host=host, port=port, isolation=isolation, slots=slots, queue=queue,
+        token=_token(token_file),
+        default=_limits(CodeEnvConfig().default, wall_s=wall_s, cpu_s=wall_s, memory_mb=memory_mb),
+        cap=_limits(
+            CodeEnvConfig().cap, wall_s=max_wall_s, cpu_s=max_wall_s, memory_mb=max_memory_mb
+        ),
+    )  # fmt: skip
+
+    def say(ready: Ready) -> None:
+        if as_json:
+            typer.echo(encode(ready).decode())
+        progress.print(
+            f"code environment at {ready.url}: {ready.isolation} isolation, {ready.slots} slots"
+            f"{', token required' if config.token else ''}; Ctrl-C stops it",
+            highlight=False,
+        )
+
+    asyncio.run(run_server(config, on_ready=say))
+
+
+@app.command()
+def run(
+    file: Annotated[str, typer.Argument(help="program to run, or - for stdin")],
+    stdin: Annotated[Path | None, typer.Option(help="file that the program reads as stdin")] = None,
+    as_json: AsJson = False,
+    isolation: Isolation = "auto",
+    url: Url = "",
+    wall_s: WallS = None,
+    cpu_s: CpuS = None,
+    memory_mb: MemoryMb = None,
+    processes: Processes = None,
+    file_mb: FileMb = None,
+    scratch_mb: ScratchMb = None,
+    output_chars: OutputChars = None,
+) -> None:
+    """Run one program in the jail and show what became of it.
+
+    \b
+    rstar2 codeenv run solution.py --stdin input.txt --wall-s 2
+    echo 'import sympy; sympy.factorint(2**64 - 1)' | rstar2 codeenv run -
+
+    Its output goes to stdout, its errors and the summary to stderr; the value of a last expression
+    is shown when nothing was printed. Exit code 0 if it ran through, 1 if it did not.
+    """
+    limits = Limits(wall_s, cpu_s, memory_mb, processes, file_mb, scratch_mb, output_chars)
+    if wall_s is not None and cpu_s is None:
+        limits = dataclasses.replace(limits, cpu_s=wall_s)
+    call = RunRequest(
+        f"cli-{secrets.token_hex(8)}",
+        sys.stdin.read() if file == "-" else _read(Path(file), "FILE"),
+        "" if stdin is None else _read(stdin, "--stdin"),
+        limits,
+        deadline_s=QUEUE_S + (wall_s or 60.0),
+    )
+    result = asyncio.run(_run_one(call, _client_config(url, isolation, slots=1)))
+    if as_json:
+        typer.echo(encode(result).decode())
+    else:
+        _show(result)
+    raise typer.Exit(0 if result.outcome.succeeded else 1)
+
+
+async def _run_one(call: RunRequest, config: CodeEnvConfig) -> ToolResult:
+    async with _client(config) as client:
+        return await client.run(call)
+
+
+@app.command()
+def bench(
+    seconds: Annotated[float, typer.Option(help="how long to measure each program", min=0.1)] = 3.0,
+    concurrency: Annotated[int, typer.Option(help="calls under way at once", min=1)] = 64,
+    slots: Annotated[int, typer.Option(help="slots of the local server; 0 as serve", min=0)] = 0,
+    isolation: Isolation = "auto",
+    url: Url = "",
+    as_json: AsJson = False,
+) -> None:
+    """Measure calls a second and latency of a few small programs, through HTTP.
+
+    For the comparison with other ways to run Python see benchmarks/codeenv.py.
+    """
+    from rstar2.codeenv.bench import PROGRAMS, measure
+
+    async def main() -> list[dict[str, Any]]:
+        config = _client_config(url, isolation, slots=slots)
+        rows = []
+        async with _client(config) as client:
+            with _progress(len(PROGRAMS)) as advance:
+                for name, code in PROGRAMS.items():
+                    figures = await measure(client, code, seconds, concurrency)
+                    rows.append({"program": name, **figures})
+                    advance(name)
+            for row in rows:
+                row["isolation"] = client.isolation
+        return rows
+
+    rows = asyncio.run(main())
+    if as_json:
+        typer.echo(encode({"name": "codeenv bench", "rows": rows}).decode())
+        return
+    table = Table("program", "calls/s", "p50 ms", "p99 ms", "failed", box=None)
+    for row in rows:
+        table.add_row(
+            row["program"], f"{row['calls_per_s']:.0f}", f"{row['p50_ms']:.1f}",
+            f"{row['p99_ms']:.1f}", str(row["infrastructure"]),
+        )  # fmt: skip
+    Console().print(table)
+    progress.print(f"{concurrency} calls under way, {rows[0]['isolation']} isolation")
+
+
+# --------------------------------------------------------------------------- helpers
+
+
+def _config(**settings: Any) -> CodeEnvConfig:
+    """A checked configuration; what pydantic objects to becomes one line."""
+    from pydantic import ValidationError
+
+    try:
+        return CodeEnvConfig(**settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise UserError(f"{field}: {first['input']!r}: {first['msg']}") from error
+
+
+def _client_config(url: str, isolation: str, slots: int) -> CodeEnvConfig:
+    urls = (url,) if url else ()
+    return _config(
+        urls=urls, isolation=isolation, slots=slots, token=os.environ.get(TOKEN_VARIABLE)
+    )
+
+
+def _limits(base: Limits, **changes: float | int | None) -> Limits:
+    return dataclasses.replace(base, **{k: v for k, v in changes.items() if v is not None})  # type: ignore[arg-type]
+
+
+def _token(path: Path | None) -> str | None:
+    if path is None:
+        return os.environ.get(TOKEN_VARIABLE) or None
+    token = _read(path, "--token-file").strip()
+    if not token:
+        raise UserError(f"--token-file: {path} is empty; put a long random string into it")
+    return token
+
+
+def _read(path: Path, field: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{field}: cannot read {path}: {error}") from error
+
+
+@asynccontextmanager
+async def _client(config: CodeEnvConfig) -> AsyncIterator[CodeEnvClient]:
+    with progress.status("starting a code environment") if not config.urls else _quiet():
+        client = await CodeEnvClient.start(config)
+    async with client:
+        yield client
+
+
+def _quiet() -> Any:
+    import contextlib
+
+    return contextlib.nullcontext()
+
+
+def _progress(total: int) -> Any:
+    """A progress bar on stderr: `with _progress(n) as advance: advance(label)`."""
+    import contextlib
+
+    from rich.progress import Progress
+
+    @contextlib.contextmanager
+    def bar() -> Any:
+        with Progress(console=progress, transient=True) as shown:
+            task = shown.add_task("measuring", total=total)
+            yield lambda label: shown.update(task, advance=1, description=label)
+
+    return bar()
+
+
+def _show(result: ToolResult) -> None:
+    """The program's streams where they belong, then one line about the call."""
+    if result.stdout:
+        typer.echo(_printable(result.stdout, sys.stdout), nl=not result.stdout.endswith("\n"))
+    if result.value is not None:
+        typer.echo(_printable(result.value, sys.stdout))
+    for text in (result.stderr, result.traceback):
+        if text:
+            typer.echo(_printable(text, sys.stderr), err=True, nl=not text.endswith("\n"))
+    colour = "green" if result.outcome.succeeded else "red"
+    facts = [f"{result.wall_s:.3f} s", f"{result.cpu_s:.3f} s CPU", f"{result.peak_mb:.0f} MB"]
+    if result.truncated:
+        facts.append("output cut")
+    facts.append(f"{result.isolation or 'no'} isolation")
+    progress.print(f"[{colour}]{result.outcome}[/] · " + " · ".join(facts), highlight=False)
+    if result.message and not result.outcome.succeeded:
+        progress.print(result.message, style="dim", highlight=False, markup=False)
+
+
+def _printable(text: str, stream: Any) -> str:
+    """On a terminal, control characters of an untrusted program are shown, not obeyed."""
+    if not stream.isatty():
+        return text
+    return "".join(
+        c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text
+    )
