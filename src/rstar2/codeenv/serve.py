@@ -48,10 +48,11 @@ class _Server(uvicorn.Server):
 
 
 def make_executor(config: CodeEnvConfig) -> Executor:
-    """The real pool."""
+    """The real pool, at the isolation level that was asked for or can be had."""
+    from rstar2.codeenv import kernel
     from rstar2.codeenv.pool import Pool
 
-    return Pool(config)
+    return Pool(config, kernel.resolve(config.isolation).level)
 
 
 def check_exposure(config: CodeEnvConfig) -> None:
