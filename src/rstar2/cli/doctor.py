@@ -1,0 +1,146 @@
+"""`rstar2 doctor`: what this machine can do, which isolation level follows, and what to change.
+
+Tries the kernel's abilities for real, in throw-away children; imports neither torch nor any other
+large package (their versions come from the installed metadata).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from rstar2.codeenv import cgroups, kernel
+from rstar2.errors import IsolationError
+from rstar2.types import encode
+
+PACKAGES = (
+    "rstar2", "torch", "transformers", "tokenizers", "safetensors", "math-verify", "numpy",
+    "scipy", "sympy", "mpmath", "vllm", "ray",
+)  # fmt: skip
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
+) -> None:
+    """Show what this machine can do, the isolation level you get and why, and what to change.
+
+    Exit code 1 if the code environment cannot isolate programs here at all.
+    """
+    findings = examine()
+    if as_json:
+        typer.echo(encode(findings).decode())
+    else:
+        _show(findings)
+    raise typer.Exit(0 if findings["isolation"]["level"] else 1)
+
+
+def examine() -> dict[str, Any]:
+    """All findings, as JSON would carry them."""
+    found = kernel.probe()
+    return {
+        "machine": {
+            "cores": len(os.sched_getaffinity(0)),
+            "memory_gb": _memory_gb("MemTotal"),
+            "memory_available_gb": _memory_gb("MemAvailable"),
+            "architecture": found.machine,
+        },
+        "kernel": {
+            "release": found.kernel,
+            "root": found.root,
+            "namespaces": found.namespaces or "yes",
+            "seccomp": found.seccomp or "yes",
+            "landlock_abi": found.landlock_abi,
+            "pidfd": found.pidfd or "yes",
+            "cgroups": list(found.cgroups),
+            "cgroup_versions": sorted({h.version for h in cgroups.hierarchies()}),
+            "huge_pages": found.huge_pages,
+        },
+        "isolation": _isolation(found),
+        "python": {"version": platform.python_version(), "packages": _packages()},
+    }
+
+
+def _isolation(found: kernel.Probe) -> dict[str, Any]:
+    try:
+        resolution = kernel.resolve("auto", found)
+    except IsolationError as error:
+        return {"level": None, "reason": str(error), "advice": [], "child_processes": False}
+    return {
+        "level": resolution.level,
+        "reason": resolution.reason,
+        "advice": list(resolution.advice),
+        "child_processes": resolution.level == "strict"
+        and {"memory", "pids"} <= set(found.cgroups),
+    }
+
+
+def _packages() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def _memory_gb(field: str) -> float:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == field:
+            return round(int(rest.split()[0]) / 2**20, 1)
+    return 0.0
+
+
+def _show(findings: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    machine, isolation = findings["machine"], findings["isolation"]
+    facts = findings["kernel"]
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column()
+    table.add_row(
+        "machine",
+        f"{machine['cores']} cores, {machine['memory_gb']} GB "
+        f"({machine['memory_available_gb']} GB free), {machine['architecture']}",
+    )
+    table.add_row("kernel", f"{facts['release']}, {'root' if facts['root'] else 'ordinary user'}")
+    table.add_row("  namespaces", _mark(facts["namespaces"] == "yes", facts["namespaces"]))
+    table.add_row("  seccomp", _mark(facts["seccomp"] == "yes", facts["seccomp"]))
+    landlock = f"ABI {facts['landlock_abi']}" if facts["landlock_abi"] else "missing"
+    table.add_row("  Landlock", _mark(facts["landlock_abi"] > 0, landlock))
+    table.add_row("  pidfd", _mark(facts["pidfd"] == "yes", facts["pidfd"]))
+    versions = "".join(f" (v{v})" for v in facts["cgroup_versions"])
+    controllers = ", ".join(facts["cgroups"]) + versions or "none that limits can be set with"
+    table.add_row("  cgroups", _mark({"memory", "pids"} <= set(facts["cgroups"]), controllers))
+    huge = facts["huge_pages"]
+    table.add_row("  huge pages", _mark(huge in ("always", "madvise"), huge))
+    level = isolation["level"]
+    table.add_row(
+        "isolation",
+        f"[{'green' if level else 'red'}]{level or 'none'}[/]: {escape(isolation['reason'])}",
+    )
+    if level:
+        children = "may start processes" if isolation["child_processes"] else "no child processes"
+        table.add_row("  calls", children)
+    for advice in isolation["advice"]:
+        table.add_row("  to change", escape(advice))
+    packages = findings["python"]["packages"]
+    installed = ", ".join(f"{name} {v}" for name, v in packages.items() if v)
+    missing = ", ".join(name for name, v in packages.items() if not v)
+    table.add_row("python", f"{findings['python']['version']}: {installed}")
+    if missing:
+        table.add_row("", f"not installed: {missing}")
+    console.print(table)
+
+
+def _mark(good: bool, text: str) -> str:
+    return f"[green]✓[/] {escape(text)}" if good else f"[yellow]✗[/] {escape(text)}"
