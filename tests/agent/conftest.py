@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -13,6 +15,8 @@ from rstar2.agent.prompts import INSTRUCTION, SYSTEM
 from rstar2.agent.template import Template
 from rstar2.config import TemplateConfig
 from rstar2.learner.tiny import make_tokenizer
+
+sys.path.insert(0, str(Path(__file__).parent))  # for agent_fakes
 
 CORPUS = [
     SYSTEM,

@@ -334,9 +334,22 @@ def _check(generation: Generation, sampling: Sampling) -> None:
 
 
 async def _release(generator: Generator, session: str) -> None:
-    """Let the engine free the session's cache; a dead engine has nothing to free."""
+    """Let the engine free the session's cache, whatever happens to this task meanwhile."""
+    task = asyncio.ensure_future(_release_in_time(generator, session))
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    task.result()
+
+
+async def _release_in_time(generator: Generator, session: str) -> None:
     try:
         async with asyncio.timeout(RELEASE_DEADLINE_S):
             await generator.release(session)
-    except (InfrastructureError, OSError, TimeoutError) as error:
+    except (InfrastructureError, OSError, TimeoutError) as error:  # nothing is left to be freed
         log.warning("session %s could not be released: %r", session, error)

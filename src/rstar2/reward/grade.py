@@ -19,7 +19,7 @@ from typing import Protocol
 
 from rstar2.codeenv.protocol import VerifyRequest, VerifyResult
 from rstar2.errors import DataError, InfrastructureError
-from rstar2.reward.graders import as_choice, as_integer, choice_equal, integer_equal
+from rstar2.reward.literals import as_choice, as_integer, choice_equal, integer_equal
 from rstar2.types import Failure, Problem, Reward, StopReason, Trajectory
 
 GRACE_S = 5.0

@@ -1,0 +1,175 @@
+"""What becomes a reward, what becomes a named failure, and what stays untouched."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from rstar2.codeenv.protocol import VerifyRequest, VerifyResult
+from rstar2.errors import CodeEnvError, DataError, DeadlineError
+from rstar2.reward.grade import GRADERS, MAX_ANSWER_CHARS, check_gold, grade, rejected_golds
+from rstar2.types import Failure, Problem, StopReason, Trajectory
+
+
+class Pool:
+    """A verifier written by hand: replies as told and remembers what it was asked."""
+
+    def __init__(self, reply: Callable[[VerifyRequest], VerifyResult] | Exception) -> None:
+        self.reply = reply
+        self.requests: list[VerifyRequest] = []
+
+    async def verify(self, request: VerifyRequest) -> VerifyResult:
+        self.requests.append(request)
+        await asyncio.sleep(0)
+        if isinstance(self.reply, Exception):
+            raise self.reply
+        return self.reply(request)
+
+
+def says(value: object) -> Pool:
+    return Pool(lambda request: VerifyResult(request.id, value))
+
+
+def trajectory(
+    answer: str | None, stop: StopReason = StopReason.ANSWERED, failure: Failure | None = None
+) -> Trajectory:
+    return Trajectory("t", "p", "g", 0, (1,), (), stop, answer=answer, failure=failure)
+
+
+def problem(answer: str, grader: str = "math") -> Problem:
+    return Problem("p", "?", answer, grader)
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "grader", "value"),
+    [
+        ("42", "42", "integer", 1.0),
+        ("42.0", "42", "integer", 1.0),
+        ("43", "42", "integer", 0.0),
+        ("6 \\cdot 7", "42", "integer", 0.0),
+        ("1,000", "1000", "math", 1.0),
+        ("41", "42", "math", 0.0),
+        ("\\text{Evelyn}", "\\text{Evelyn}", "math", 1.0),
+        ("(b)", "B", "choice", 1.0),
+        ("C", "B", "choice", 0.0),
+    ],
+)
+async def test_what_needs_no_algebra_is_graded_at_once(
+    answer: str, truth: str, grader: str, value: float
+) -> None:
+    pool = says(None)
+    graded = await grade(trajectory(answer), problem(truth, grader), pool, 1.0)
+    assert graded.reward is not None
+    assert (graded.reward.value, graded.reward.answer, graded.reward.grader) == (
+        value,
+        answer,
+        grader,
+    )
+    assert not pool.requests
+
+
+@pytest.mark.parametrize("verdict", [True, False])
+async def test_algebra_is_left_to_the_pool(verdict: bool) -> None:
+    pool = says(verdict)
+    graded = await grade(trajectory("\\frac{84}{2}"), problem("42"), pool, 1.5)
+    assert graded.reward is not None
+    assert graded.reward.value == float(verdict)
+    (request,) = pool.requests
+    assert (request.function, request.deadline_s) == ("math", 1.5)
+    assert request.arguments == {"answer": "\\frac{84}{2}", "truth": "42"}
+
+
+async def test_the_id_of_a_check_covers_what_is_checked() -> None:
+    pool = says(True)
+    for answer in ("x", "x", "y"):
+        await grade(trajectory(answer), problem("z"), pool, 1.0)
+    first, again, other = (request.id for request in pool.requests)
+    assert first == again != other
+
+
+@pytest.mark.parametrize(
+    ("answer", "stop"),
+    [
+        (None, StopReason.NO_ANSWER),
+        (None, StopReason.ANSWERED),
+        (None, StopReason.MAX_TURNS),
+        (None, StopReason.INVALID_CALLS),
+        ("42", StopReason.MAX_LENGTH),
+        ("4" * (MAX_ANSWER_CHARS + 1), StopReason.ANSWERED),
+    ],
+)
+async def test_no_answer_and_truncation_earn_nothing(answer: str | None, stop: StopReason) -> None:
+    pool = says(True)
+    graded = await grade(trajectory(answer, stop), problem("42"), pool, 1.0)
+    assert graded.reward is not None
+    assert graded.reward.value == 0.0
+    assert not pool.requests
+
+
+@pytest.mark.parametrize("stop", [s for s in StopReason if s.infrastructure])
+async def test_infrastructure_is_never_graded(stop: StopReason) -> None:
+    lost = trajectory("42", stop, Failure("engine", "gone"))
+    assert await grade(lost, problem("42"), says(True), 1.0) is lost
+
+
+@pytest.mark.parametrize(
+    ("pool", "name"),
+    [
+        (Pool(lambda r: VerifyResult(r.id, error="timeout", message="5 s")), "grader_timeout"),
+        (Pool(lambda r: VerifyResult(r.id, error="exception")), "grader_exception"),
+        (Pool(lambda r: VerifyResult("other", True)), "grader_nonsense"),
+        (Pool(lambda r: VerifyResult(r.id, "yes")), "grader_nonsense"),
+        (Pool(CodeEnvError("no server")), "grader_code_env"),
+        (Pool(DeadlineError("late")), "grader_deadline"),
+        (Pool(ConnectionRefusedError("no")), "grader_connection"),
+    ],
+)
+async def test_a_failing_grader_is_a_named_failure_and_no_reward(pool: Pool, name: str) -> None:
+    graded = await grade(trajectory("x"), problem("y"), pool, 1.0)
+    assert graded.reward is None
+    assert graded.failure is not None
+    assert graded.failure.name == name
+
+
+async def test_a_silent_pool_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(Pool):
+        async def verify(self, request: VerifyRequest) -> VerifyResult:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    monkeypatch.setattr("rstar2.reward.grade.GRACE_S", 0.0)
+    graded = await grade(trajectory("x"), problem("y"), Silent(CodeEnvError("")), 0.05)
+    assert graded.failure is not None
+    assert graded.failure.name == "grader_deadline"
+
+
+@pytest.mark.parametrize(
+    ("answer", "grader"),
+    [("42", "exact"), ("4 2", "integer"), ("\\pi", "integer"), ("Z", "choice"), (" ", "math")],
+)
+def test_problems_that_no_answer_satisfies_are_refused(answer: str, grader: str) -> None:
+    with pytest.raises(DataError, match="problem p"):
+        check_gold(problem(answer, grader))
+
+
+def test_good_golds_pass() -> None:
+    for answer, grader in (("42", "integer"), ("\\pi", "math"), ("B", "choice")):
+        assert grader in GRADERS
+        check_gold(problem(answer, grader))
+
+
+async def test_rejected_golds_are_listed_with_why() -> None:
+    def reply(request: VerifyRequest) -> VerifyResult:
+        truth = request.arguments["truth"]
+        if truth == "slow":
+            return VerifyResult(request.id, error="timeout", message="5 s")
+        return VerifyResult(request.id, truth == "fine")
+
+    problems = [problem("fine"), problem("odd"), problem("slow"), problem("7", "integer")]
+    rejected = await rejected_golds(problems, Pool(reply), 1.0)
+    assert [(p.answer, why) for p, why in rejected] == [
+        ("odd", "not accepted"),
+        ("slow", "grader_timeout: 5 s"),
+    ]
