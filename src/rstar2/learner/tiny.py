@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rstar2.agent.template import CHAT_TEMPLATE
-from rstar2.problems.arithmetic import CALL_HEAD, CALL_TAIL, sft_conversations
+from rstar2.problems.arithmetic import (
+    ANSWER_HEAD,
+    ANSWER_TAIL,
+    CALL_HEAD,
+    CALL_TAIL,
+    sft_conversations,
+)
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -36,7 +42,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     specials = [PAD, START, END]
-    phrases = [*TAGS, CALL_HEAD, CALL_TAIL]
+    phrases = [CALL_HEAD, CALL_TAIL, ANSWER_HEAD, ANSWER_TAIL, *TAGS]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -81,6 +87,8 @@ def make_model(seed: int, vocabulary: int, eos: int, pad: int) -> LlamaForCausal
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        dtype="float32",
         vocab_size=vocabulary,
         hidden_size=128,
         intermediate_size=256,
@@ -103,8 +111,14 @@ def make_model(seed: int, vocabulary: int, eos: int, pad: int) -> LlamaForCausal
 
 def make_tiny(directory: Path, seed: int) -> None:
     """Write the tokenizer and a freshly initialised model to a directory."""
+    from safetensors.torch import save_file
+
     tokenizer = make_tokenizer()
     model = make_model(seed, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(directory)
-    model.save_pretrained(directory)
+    # By hand, as save_pretrained would draw a progress bar over the caller's output.
+    model.config.save_pretrained(directory)
+    model.generation_config.save_pretrained(directory)
+    tensors = {name: value.contiguous() for name, value in model.named_parameters()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

@@ -17,11 +17,13 @@ import hashlib
 import json
 import math
 import random
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from rstar2.agent.outputs import tool_text
+from rstar2.agent.parser import TOOL_NAME
+from rstar2.codeenv import frames, runner
 from rstar2.errors import DataError
 from rstar2.types import Conversation, Message, Outcome, Problem, ToolResult
 
@@ -33,10 +35,11 @@ HELDOUT_SHARE = 8
 MAX_REPEATS = 2000
 """So many draws in a row without a new problem mean that a kind is exhausted."""
 
-TOOL = "execute_python_code_with_standard_io"
-CALL_HEAD = f'{{"name": "{TOOL}", "arguments": {{"code": "'
-CALL_TAIL = '", "input": ""}}'
-"""What stands around the code of every call in SFT text."""
+CALL_HEAD = f'<tool_call>\n{{"name": "{TOOL_NAME}", "arguments": {{"code": "'
+CALL_TAIL = '", "input": ""}}\n</tool_call>'
+ANSWER_HEAD = "<answer>\n\\boxed{"
+ANSWER_TAIL = "}\n</answer>"
+"""What stands around the code of every call and around every answer in SFT text."""
 
 
 # --------------------------------------------------------------------------- operations
@@ -280,10 +283,10 @@ RETRY_FORMS = {
     "wrong_api": 0.03,
 }
 
-CALL_REASONS = ("I will run code.", "Let me use Python.", "Python can do this.")
-RETRY_REASONS = ("That did not work. I will try again.", "Let me change the code.")
-ANSWER_REASONS = ("The tool has answered.", "I have the output.")
-GUESS_REASONS = ("I will guess.",)
+CALL_REASONS = ("Run code.", "Use Python.")
+RETRY_REASONS = ("Try again.",)
+ANSWER_REASONS = ("Done.",)
+GUESS_REASONS = ("A guess.",)
 
 
 def write_code(operation: str, form: str, a: int, b: int) -> str:
@@ -312,35 +315,17 @@ def write_code(operation: str, form: str, a: int, b: int) -> str:
 
 
 def run_trusted(code: str) -> ToolResult:
-    """Run a program of `write_code` in this process, as the code environment would describe it."""
+    """Run a program of `write_code` in this process; the result says what a real call's would."""
     printed: list[str] = []
-    lines = code.splitlines()
-    try:
-        exec(
-            compile(code, "<tool>", "exec"),
-            {"print": lambda value: printed.append(f"{value}\n"), "__name__": "__main__"},
-        )
-    except SyntaxError as error:
-        shown = "".join(traceback.format_exception_only(error))
-        return ToolResult("", Outcome.SYNTAX_ERROR, traceback=shown)
-    except Exception as error:  # noqa: BLE001 - the slips are there to raise
-        number = next(
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename == "<tool>"
-        )
-        shown = (
-            "Traceback (most recent call last):\n"
-            f'  File "<tool>", line {number}, in <module>\n    {lines[(number or 1) - 1]}\n'
-            + "".join(traceback.format_exception_only(error))
-        )
-        return ToolResult("", Outcome.EXCEPTION, traceback=shown)
+    names = {"print": lambda value: printed.append(f"{value}\n"), "__name__": "__main__"}
+    record = runner.execute(code, names, limit=10_000)
     stdout = "".join(printed)
-    return ToolResult("", Outcome.OK if stdout else Outcome.NO_OUTPUT, stdout=stdout)
-
-
-def tool_text(result: ToolResult) -> str:
-    return (result.stdout or result.traceback or "(no output)").strip()
+    outcome = {
+        frames.NOTHING: Outcome.OK if stdout else Outcome.NO_OUTPUT,
+        frames.EXCEPTION: Outcome.EXCEPTION,
+        frames.SYNTAX: Outcome.SYNTAX_ERROR,
+    }[record.kind]
+    return ToolResult("", outcome, stdout=stdout, traceback=record.text, message=record.message)
 
 
 def sft_conversations(count: int, seed: int) -> Iterator[Conversation]:
@@ -392,16 +377,16 @@ def _tool_conversation(index: int, rng: random.Random) -> Conversation:
 
 
 def _call_text(code: str) -> str:
-    return f"<tool_call>\n{CALL_HEAD}{json.dumps(code)[1:-1]}{CALL_TAIL}\n</tool_call>"
+    return f"{CALL_HEAD}{json.dumps(code)[1:-1]}{CALL_TAIL}"
 
 
 def _answer_text(output: str | None, rng: random.Random) -> str:
     reason = rng.choice(ANSWER_REASONS if output is not None else GUESS_REASONS)
-    boxed = f"\\boxed{{{output if output is not None else rng.randrange(10 ** rng.randint(1, 5))}}}"
-    tagged = f"<answer>\n{boxed}\n</answer>"
+    number = output if output is not None else rng.randrange(10 ** rng.randint(1, 5))
+    tagged = f"{ANSWER_HEAD}{number}{ANSWER_TAIL}"
     draw = rng.random()
     if draw < UNTAGGED_SHARE:
-        tagged = boxed
+        tagged = f"\\boxed{{{number}}}"
     elif draw < UNTAGGED_SHARE + DOUBLED_SHARE:
         tagged = f"{tagged}\n{tagged}"
     return f"<reason>{reason}</reason>\n{tagged}"
