@@ -1,0 +1,163 @@
+"""`rstar2 codeenv` and `rstar2 doctor` as a user runs them, with the real pool."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rstar2.types import Outcome, ToolResult, decode
+
+START_S = 150
+
+
+def rstar2(*args: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from rstar2.cli import main; main()", *args],
+        input=stdin, capture_output=True, text=True, timeout=START_S,
+        env={**os.environ, "COLUMNS": "100", **environment},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """One served code environment for the tests of this file; stopped by SIGTERM."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from rstar2.cli import main; main()", "codeenv", "serve",
+         "--port", "0", "--slots", "2", "--json"],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    ready = json.loads(process.stdout.readline())
+    yield ready["url"]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+    process.stdout.close()
+
+
+@pytest.mark.timeout(START_S)
+def test_run_shows_output_and_summary(server: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import sys\nprint('out', input())\nprint('err', file=sys.stderr)")
+    given = tmp_path / "in.txt"
+    given.write_text("42\n")
+    done = rstar2("codeenv", "run", str(program), "--stdin", str(given), "--url", server)
+    assert done.returncode == 0
+    assert done.stdout == "out 42\n"
+    assert "err" in done.stderr
+    assert "ok" in done.stderr
+    assert "isolation" in done.stderr
+
+
+def test_run_reads_a_program_from_stdin_and_shows_its_value(server: str) -> None:
+    done = rstar2("codeenv", "run", "-", "--url", server, stdin="6 * 7")
+    assert (done.returncode, done.stdout) == (0, "42\n")
+
+
+def test_run_json_is_the_whole_result(server: str) -> None:
+    done = rstar2("codeenv", "run", "-", "--json", "--url", server, stdin="print(1/0)")
+    assert done.returncode == 1
+    result = decode(done.stdout, ToolResult)
+    assert result.outcome is Outcome.EXCEPTION
+    assert "ZeroDivisionError" in result.traceback
+    assert result.isolation in ("strict", "portable")
+
+
+def test_run_keeps_the_limits_it_is_given(server: str) -> None:
+    args = ("codeenv", "run", "-", "--json", "--wall-s", "0.5", "--url", server)
+    result = decode(rstar2(*args, stdin="while True: pass").stdout, ToolResult)
+    assert result.outcome is Outcome.TIMEOUT
+
+
+def test_limits_above_the_cap_are_one_message(server: str) -> None:
+    done = rstar2("codeenv", "run", "-", "--wall-s", "1e9", "--url", server, stdin="1")
+    assert done.returncode == 2
+    assert "limits.wall_s" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_missing_file_is_one_message() -> None:
+    done = rstar2("codeenv", "run", "/no/such/file.py")
+    assert done.returncode == 2
+    assert "/no/such/file.py" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_serve_refuses_other_machines_without_a_token() -> None:
+    done = rstar2("codeenv", "serve", "--host", "0.0.0.0", "--port", "0", RSTAR2_CODEENV_TOKEN="")
+    assert done.returncode == 2
+    assert "token" in done.stderr
+
+
+def test_serve_names_a_port_that_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = rstar2("codeenv", "serve", "--port", str(taken.getsockname()[1]))
+    assert done.returncode == 2
+    assert "port" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_serve_refuses_an_unknown_isolation() -> None:
+    done = rstar2("codeenv", "serve", "--isolation", "none")
+    assert done.returncode == 2
+    assert "isolation" in done.stderr
+
+
+def test_an_empty_token_file_is_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "token"
+    empty.write_text("\n")
+    done = rstar2("codeenv", "serve", "--token-file", str(empty))
+    assert done.returncode == 2
+    assert "--token-file" in done.stderr
+
+
+def test_bench_prints_calls_per_second(server: str) -> None:
+    done = rstar2(
+        "codeenv", "bench", "--seconds", "0.2", "--concurrency", "4", "--json", "--url", server
+    )
+    assert done.returncode == 0
+    rows = json.loads(done.stdout)["rows"]
+    assert {row["program"] for row in rows} == {"print", "sympy", "numpy", "exception"}
+    assert all(row["calls_per_s"] > 0 and row["infrastructure"] == 0 for row in rows)
+
+
+def test_health_over_plain_http(server: str) -> None:
+    with urllib.request.urlopen(server + "/health", timeout=10) as answer:
+        assert json.load(answer)["isolation"] in ("strict", "portable")
+
+
+def test_help_teaches() -> None:
+    done = rstar2("codeenv", "run", "--help")
+    assert "--memory-mb" in done.stdout
+    assert "rstar2 codeenv run" in done.stdout
+
+
+def test_doctor_reports_the_level_and_why() -> None:
+    done = rstar2("doctor", "--json")
+    findings = json.loads(done.stdout)
+    assert set(findings) == {"machine", "kernel", "isolation", "python"}
+    level = findings["isolation"]["level"]
+    assert done.returncode == (0 if level else 1)
+    assert findings["isolation"]["reason"]
+    assert findings["python"]["packages"]["sympy"]
+    shown = rstar2("doctor").stdout
+    assert "isolation" in shown
+    assert str(level or "none") in shown
+
+
+def test_commands_of_the_code_environment_load_no_torch() -> None:
+    code = (
+        "import sys, rstar2.cli.codeenv, rstar2.cli.doctor, rstar2.codeenv.serve;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
