@@ -21,7 +21,7 @@ import random
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -100,12 +100,13 @@ class CheckpointStore:
 
 def save(path: Path, learner: Learner, extra: dict[str, Any]) -> None:
     """Write a checkpoint; called by every rank."""
-    with written_aside(path, learner.rank) as aside:
+    with written_aside(path) if learner.rank == 0 else nullcontext() as aside:
+        directory = _told_by_rank_0(aside)
         with _one_process_is_meant():
-            dcp.save(_tensors(learner), checkpoint_id=aside / STATE)
-        _barrier()
+            dcp.save(_tensors(learner), checkpoint_id=directory / STATE)
         if learner.rank == 0:
-            write_synced(aside / META, json.dumps(_meta(learner, aside, extra), indent=1))
+            write_synced(directory / META, json.dumps(_meta(learner, directory, extra), indent=1))
+    _told_by_rank_0(path)  # all ranks leave when the rename is done
 
 
 def load(path: Path, learner: Learner) -> dict[str, Any]:
@@ -198,26 +199,21 @@ def _difference(saved: dict[str, list[int]], found: dict[str, list[int]]) -> str
 
 
 @contextmanager
-def written_aside(path: Path, rank: int = 0) -> Iterator[Path]:
+def written_aside(path: Path) -> Iterator[Path]:
     """Write a directory under another name and give it its own at the end, on disk by then."""
     aside = path.parent / f".{path.name}.writing"
     replaced = path.parent / f".{path.name}.replaced"
-    if rank == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in path.parent.glob(".*.writing"):
-            shutil.rmtree(leftover)
-        shutil.rmtree(replaced, ignore_errors=True)
-        aside.mkdir()
-    _barrier()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in (*path.parent.glob(".*.writing"), *path.parent.glob(".*.replaced")):
+        shutil.rmtree(leftover)
+    aside.mkdir()
     yield aside
-    if rank == 0:
-        _sync_tree(aside)
-        if path.exists():
-            path.rename(replaced)
-        aside.rename(path)
-        _sync(path.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
-    _barrier()
+    _sync_tree(aside)
+    if path.exists():
+        path.rename(replaced)
+    aside.rename(path)
+    _sync(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def write_synced(path: Path, text: str) -> None:
@@ -250,9 +246,12 @@ def _one_process_is_meant() -> Iterator[None]:
         yield
 
 
-def _barrier() -> None:
+def _told_by_rank_0(path: Path | None) -> Path:
+    """Rank 0's path on every rank: nobody goes on before rank 0 is here."""
+    told: list[Any] = [str(path)]
     if dist.is_initialized():
-        dist.barrier()
+        dist.broadcast_object_list(told, src=0)
+    return Path(told[0])
 
 
 def _to_base64(state: Tensor) -> str:

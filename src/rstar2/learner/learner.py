@@ -33,7 +33,7 @@ from rstar2.errors import InvariantError, RecipeError
 from rstar2.grpo.batch import split_minibatches
 from rstar2.grpo.loss import Stats, TokenBatch, grpo_loss
 from rstar2.learner import checkpoint, weights
-from rstar2.learner.model import Policy, decoder_layers, load_policy, shard
+from rstar2.learner.model import Policy, load_policy, shard
 from rstar2.learner.optim import Optimizers
 from rstar2.learner.pack import Pack, empty_pack, flat, input_length, make_pack, make_row, plan
 from rstar2.types import Batch, Sample
@@ -252,10 +252,7 @@ class Learner:
         return dict(self.policy.model.named_parameters())
 
     def _make_optimizers(self, config: OptimizerConfig, total_steps: int) -> Optimizers:
-        inside = {id(p) for layer in decoder_layers(self.policy.model) for p in layer.parameters()}
-        named = self._named()
-        matrices = {n for n, p in named.items() if p.ndim == 2 and id(p) in inside}
-        return Optimizers(named, matrices, config, total_steps)
+        return Optimizers(self._named(), self.policy.matrices, config, total_steps)
 
     def reset_optimizer(
         self, config: OptimizerConfig | None = None, total_steps: int | None = None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
 from rstar2.errors import RecipeError
@@ -33,6 +33,11 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.scale = head_scale(model.config)
+        inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
+        self.matrices = frozenset(
+            n for n, p in model.named_parameters() if p.ndim == 2 and id(p) in inside
+        )
+        """Names of the decoder layers' weight matrices (sharding renames the layers' classes)."""
 
     def forward(self, pack: Pack) -> tuple[Tensor, Tensor]:
         """(logprob, entropy) of `pack.target_T`."""
@@ -138,8 +143,3 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The blocks that a model says must not be split."""
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
-
-
-def hub_config(model_dir: str | Path) -> Any:
-    """The model's config without its weights."""
-    return AutoConfig.from_pretrained(model_dir)

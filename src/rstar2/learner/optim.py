@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -86,13 +86,13 @@ class Optimizers:
     def __init__(
         self,
         named: Mapping[str, Tensor],
-        matrices: set[str],
+        matrices: Collection[str],
         config: OptimizerConfig,
         total_steps: int,
     ) -> None:
         self.config, self.total_steps, self.steps = config, total_steps, 0
         self._named = dict(named)
-        muon = matrices if config.matrix_optimizer == "muon" else set()
+        muon = set(matrices) if config.matrix_optimizer == "muon" else set()
         rest = {n: p for n, p in named.items() if n not in muon}
         groups: list[dict[str, Any]] = [
             {"params": [p for p in rest.values() if p.ndim >= 2]},

@@ -1,0 +1,311 @@
+"""A learner of any number of ranks behind the methods of one.
+
+One rank runs in this process. Several run as processes of their own (gloo on CPU, nccl on GPU):
+every call goes to all ranks over their pipes, all must answer before the deadline, and rank 0's
+answer is returned. All methods block; asynchronous callers use `asyncio.to_thread`.
+
+Invariants: a rank that dies or does not answer ends the group with a named error, and no other
+rank is left waiting for it; ranks end with their parent, however it dies (they watch a pipe that
+only the parent holds open).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rstar2.config import LearnerConfig, LossConfig, OptimizerConfig
+from rstar2.errors import DeadlineError, InfrastructureError, RstarError
+from rstar2.learner.learner import Learner, SftRow
+from rstar2.types import Batch
+
+START_S = 300.0
+CALL_S = 3600.0
+CLOSE_S = 10.0
+
+
+class RankError(InfrastructureError):
+    """A learner rank died or failed; the group is closed."""
+
+
+class LearnerGroup:
+    """`learner.ranks` learners that act as one."""
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        learner: LearnerConfig,
+        optimizer: OptimizerConfig,
+        *,
+        total_steps: int,
+        seed: int,
+        device: str = "cpu",
+        call_deadline_s: float = CALL_S,
+    ) -> None:
+        options = {"total_steps": total_steps, "seed": seed, "device": device}
+        self._lock = threading.Lock()
+        self._deadline_s = call_deadline_s
+        self._local: Learner | None = None
+        self._ranks: _Ranks | None = None
+        if learner.ranks == 1:
+            self._local = Learner(model_dir, learner, optimizer, **options)  # type: ignore[arg-type]
+        else:
+            self._ranks = _Ranks((str(model_dir), learner, optimizer), options, learner.ranks)
+
+    def _call(self, method: str, *args: Any) -> Any:
+        with self._lock:
+            if self._local is not None:
+                return getattr(self._local, method)(*args)
+            if self._ranks is None:
+                raise RankError("the learner group is closed")
+            try:
+                return self._ranks.call(method, args, self._deadline_s)
+            except InfrastructureError:
+                self._ranks.close()
+                self._ranks = None
+                raise
+
+    def rl_step(self, batch: Batch, loss: LossConfig, minibatches: int) -> dict[str, float]:
+        """Train on a batch: one optimizer step per mini-batch of whole groups."""
+        metrics: dict[str, float] = self._call("rl_step", batch, loss, minibatches)
+        return metrics
+
+    def sft_step(self, rows: Sequence[SftRow]) -> dict[str, float]:
+        """One optimizer step on the mean negative logprob of the masked-in tokens."""
+        metrics: dict[str, float] = self._call("sft_step", rows)
+        return metrics
+
+    def sft_loss(self, rows: Sequence[SftRow]) -> float:
+        """Mean negative logprob of the masked-in tokens; the weights stay as they are."""
+        return float(self._call("sft_loss", rows))
+
+    def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Logprob of each token after the first of each sequence, at temperature 1."""
+        found: list[list[float]] = self._call("logprobs", token_ids)
+        return found
+
+    def state(self) -> dict[str, Tensor]:
+        """All weights by transformers name: whole, on the CPU, detached."""
+        state: dict[str, Tensor] = self._call("state")
+        return state
+
+    def reset_optimizer(
+        self, config: OptimizerConfig | None = None, total_steps: int | None = None
+    ) -> None:
+        """Start a phase: fresh moments and step count, and the reference becomes what is now."""
+        self._call("reset_optimizer", config, total_steps)
+
+    def retune(self, config: OptimizerConfig, total_steps: int | None = None) -> None:
+        """Take over learning rates and schedule; moments, step count and reference stay."""
+        self._call("retune", config, total_steps)
+
+    def save(self, path: str | Path, extra: dict[str, Any] | None = None) -> None:
+        """Write everything needed to go on, atomically."""
+        self._call("save", path, extra)
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Go on from a checkpoint, written by any number of ranks; returns its `extra`."""
+        extra: dict[str, Any] = self._call("load", path)
+        return extra
+
+    def export(
+        self, path: str | Path, tokenizer: Any | None = None, chat_template: str | None = None
+    ) -> None:
+        """Write a model directory that transformers and vLLM load as it is."""
+        self._call("export", path, tokenizer, chat_template)
+
+    def close(self) -> None:
+        """End all ranks. Idempotent."""
+        with self._lock:
+            if self._ranks is not None:
+                self._ranks.close()
+            self._ranks = self._local = None
+
+    def __enter__(self) -> LearnerGroup:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+# --------------------------------------------------------------------------- parent side
+
+
+class _Ranks:
+    """Processes and pipes of a group."""
+
+    def __init__(self, args: tuple[Any, ...], options: dict[str, Any], count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._rendezvous = tempfile.TemporaryDirectory(prefix="rstar2-ranks-")
+        store = Path(self._rendezvous.name) / "store"
+        self._pipes: list[Connection] = []
+        self._lifelines: list[Connection] = []
+        self._processes: list[SpawnProcess] = []
+        try:
+            for rank in range(count):
+                ours, theirs = context.Pipe()
+                watched, held = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_serve,
+                    args=(rank, count, str(store), theirs, watched, args, options),
+                    name=f"rstar2-learner-{rank}",
+                    daemon=True,
+                )
+                process.start()
+                theirs.close()
+                watched.close()
+                self._pipes.append(ours)
+                self._lifelines.append(held)
+                self._processes.append(process)
+            self._answers("start", START_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, method: str, args: tuple[Any, ...], deadline_s: float) -> Any:
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send((method, args))
+            except OSError as error:
+                raise RankError(f"learner rank {rank} is gone ({method}): {error}") from error
+        return self._answers(method, deadline_s)
+
+    def _answers(self, method: str, deadline_s: float) -> Any:
+        """Rank 0's answer once all ranks have answered."""
+        ends = time.monotonic() + deadline_s
+        answers: dict[int, Any] = {}
+        while len(answers) < len(self._pipes):
+            missing = [r for r in range(len(self._pipes)) if r not in answers]
+            sources = {self._pipes[r]: r for r in missing}
+            ready = wait(list(sources), max(0.0, ends - time.monotonic()))
+            if not ready:
+                raise DeadlineError(
+                    f"learner rank(s) {missing} did not answer {method} within {deadline_s:g} s"
+                )
+            for pipe in ready:
+                rank = sources[pipe]  # type: ignore[index]
+                try:
+                    failed, value = self._pipes[rank].recv()
+                except (EOFError, OSError) as error:
+                    self._processes[rank].join(1.0)
+                    raise RankError(
+                        f"learner rank {rank} died in {method} "
+                        f"(exit code {self._processes[rank].exitcode})"
+                    ) from error
+                if failed:
+                    self._raise(rank, method, value)
+                answers[rank] = value
+        return answers[0]
+
+    def _raise(self, rank: int, method: str, value: tuple[BaseException | None, str]) -> None:
+        """Raise a rank's named error as it is, any other as RankError with its traceback.
+
+        A user error (a wrong checkpoint, a recipe that cannot work) is raised by all ranks alike
+        before any collective, so the others' answers are awaited and the group stays usable.
+        """
+        error, trace = value
+        if error is None or isinstance(error, InfrastructureError):
+            raise RankError(f"learner rank {rank} failed in {method}:\n{trace}")
+        for other, pipe in enumerate(self._pipes):
+            if other != rank and pipe.poll(CLOSE_S):
+                pipe.recv()
+        raise error
+
+    def close(self) -> None:
+        """Ask, then insist."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        ends = time.monotonic() + CLOSE_S
+        for process in self._processes:
+            process.join(max(0.1, ends - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        for pipe in (*self._pipes, *self._lifelines):
+            pipe.close()
+        self._pipes, self._lifelines, self._processes = [], [], []
+        self._rendezvous.cleanup()
+
+
+# --------------------------------------------------------------------------- rank side
+
+
+def _serve(
+    rank: int,
+    ranks: int,
+    store: str,
+    pipe: Connection,
+    lifeline: Connection,
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+) -> None:
+    """Life of a rank: join the others, make the learner, answer calls until told to stop."""
+    threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
+    try:
+        learner = _join(rank, ranks, store, args, options)
+        pipe.send((False, None))
+    except Exception as error:  # noqa: BLE001 - reported to the parent, which raises it
+        pipe.send((True, _described(error)))
+        return
+    while True:
+        try:
+            command = pipe.recv()
+        except EOFError:
+            return
+        if command is None:
+            break
+        method, arguments = command
+        try:
+            value = getattr(learner, method)(*arguments)
+            pipe.send((False, value if rank == 0 else None))
+        except Exception as error:  # noqa: BLE001 - reported to the parent, which raises it
+            pipe.send((True, _described(error)))
+    dist.destroy_process_group()
+
+
+def _join(
+    rank: int, ranks: int, store: str, args: tuple[Any, ...], options: dict[str, Any]
+) -> Learner:
+    cuda = str(options["device"]).startswith("cuda")
+    if cuda:
+        torch.cuda.set_device(rank)
+        options = {**options, "device": f"cuda:{rank}"}
+    elif not args[1].threads:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=CALL_S),
+    )
+    return Learner(*args, **options)
+
+
+def _end_with_parent(lifeline: Connection) -> None:
+    """Leave at once when the parent's end of the pipe closes: it never sends anything."""
+    with contextlib.suppress(EOFError, OSError):
+        lifeline.recv()
+    os._exit(1)
+
+
+def _described(error: Exception) -> tuple[BaseException | None, str]:
+    """A named error as itself (it pickles), any other as text only."""
+    return (error if isinstance(error, RstarError) else None), traceback.format_exc()
