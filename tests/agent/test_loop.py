@@ -327,6 +327,7 @@ async def test_waits_end_although_nobody_answers(
     make_template: MakeTemplate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rstar2.agent.loop.GRACE_S", 0.0)
+    monkeypatch.setattr("rstar2.agent.calls.GRACE_S", 0.0)
     agent = AgentConfig(generate_deadline_s=0.05, tool_deadline_s=0.05)
     template = make_template("tiny", "none", "none")
     silent = ScriptedGenerator(template, [ANSWER], hang_at=0)

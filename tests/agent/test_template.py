@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from rstar2.agent.prompts import REASON_OPEN, TOOL
-from rstar2.agent.template import CHAT_TEMPLATE, Template
+from rstar2.agent.template import CHAT_TEMPLATE, Template, settings_of
 from rstar2.config import TemplateConfig
 from rstar2.errors import InvariantError, UserError
 from rstar2.types import Conversation, Message, Outcome, Problem, ToolCall, ToolResult
@@ -305,3 +306,15 @@ def test_a_tokenizer_without_any_chat_format_is_refused() -> None:
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     with pytest.raises(UserError, match="ChatML"):
         Template(bare, TemplateConfig())
+
+
+def test_a_saved_tokenizer_keeps_template_and_settings(
+    tmp_path: Path, make_template: MakeTemplate
+) -> None:
+    template = make_template("tiny", "none", "none", False)
+    again = Template(template.tokenizer, template.config)
+    again.tokenizer.save_pretrained(tmp_path)
+    loaded = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert settings_of(loaded) == template.config
+    assert loaded.chat_template == CHAT_TEMPLATE
+    assert Template(loaded, template.config).prompt_ids(PROBLEM) == template.prompt_ids(PROBLEM)

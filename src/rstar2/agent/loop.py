@@ -27,26 +27,18 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from rstar2.agent.calls import GRACE_S, CallRunner, ToolRunner, failure_of
 from rstar2.agent.parser import ParsedTurn, answer_of, last_answer, parse_turn
 from rstar2.agent.template import Template
-from rstar2.codeenv.protocol import RunRequest
 from rstar2.config import AgentConfig, SamplingConfig
 from rstar2.engine.base import Generator
-from rstar2.errors import (
-    CodeEnvError,
-    DeadlineError,
-    EngineError,
-    InfrastructureError,
-    InvariantError,
-)
+from rstar2.errors import DeadlineError, EngineError, InfrastructureError, InvariantError
 from rstar2.seeds import derive_seed
 from rstar2.types import (
     Failure,
     Finish,
     Generation,
-    Outcome,
     Problem,
     Sampling,
     StopReason,
@@ -56,17 +48,11 @@ from rstar2.types import (
     Turn,
 )
 
+__all__ = ["Event", "Observer", "Returned", "Sampled", "ToolRunner", "run_trajectory"]
+
 log = logging.getLogger(__name__)
 
-GRACE_S = 5.0
-"""How much later than an engine's or a client's own deadline the loop gives up on it."""
 RELEASE_DEADLINE_S = 10.0
-
-
-class ToolRunner(Protocol):
-    """The one method of the code environment's client that the loop needs."""
-
-    async def run(self, request: RunRequest) -> ToolResult: ...
 
 
 # --------------------------------------------------------------------------- events
@@ -116,8 +102,8 @@ async def run_trajectory(
     """Roll one problem out. `prompt_ids` replaces the problem's own prompt (chat follow-ups)."""
     start = tuple(template.prompt_ids(problem) if prompt_ids is None else prompt_ids)
     rollout = _Rollout(
-        id, seed, start, generator, tools, template, agent, sampling, max_length, max_turns,
-        observer,
+        id, seed, start, generator, CallRunner(tools, agent), template, agent, sampling, max_length,
+        max_turns, observer,
     )  # fmt: skip
     started_at, clock = time.time(), time.perf_counter()
     try:
@@ -149,7 +135,7 @@ class _Rollout:
     seed: int
     ids: tuple[int, ...]
     generator: Generator
-    tools: ToolRunner
+    calls: CallRunner
     template: Template
     agent: AgentConfig
     sampling: SamplingConfig
@@ -160,7 +146,6 @@ class _Rollout:
     text: list[str] = field(default_factory=list)
     answer: str | None = None
     answer_tags: int = 0
-    invalid: int = 0
     failure: Failure | None = None
     clock: float = field(default_factory=time.perf_counter)
 
@@ -179,7 +164,8 @@ class _Rollout:
         try:
             generation = await self._generate(index)
         except (InfrastructureError, OSError) as error:
-            return self._fail(StopReason.ENGINE_FAILED, error)
+            self.failure = failure_of(error)
+            return StopReason.ENGINE_FAILED
         generated = time.perf_counter()
         text = self.template.turn_text(generation.token_ids)
         parsed = parse_turn(text, turn_id=f"{self.id}/{index}", max_calls=self.agent.calls_per_turn)
@@ -228,7 +214,7 @@ class _Rollout:
                     self.ids, sampling, session=self.id, deadline_s=deadline
                 )
         except TimeoutError as error:
-            raise DeadlineError(f"no turn within {deadline + GRACE_S:.0f} s") from error
+            raise DeadlineError(f"no turn within {deadline + GRACE_S:g} s") from error
         _check(generation, sampling)
         return generation
 
@@ -258,38 +244,14 @@ class _Rollout:
     async def _call_tools(
         self, index: int, calls: Sequence[ToolCall], results: list[ToolResult]
     ) -> StopReason | None:
-        """Run the calls in order, filling `results`; calls that are none get their error."""
-        for call in calls:
-            if call.error is not None:
-                self.invalid += 1
-                result = ToolResult(call.id, call.error, message=call.message)
-            else:
-                self.invalid = 0
-                try:
-                    result = await self._call(call)
-                except (InfrastructureError, OSError) as error:
-                    return self._fail(StopReason.TOOL_FAILED, error)
-            results.append(result)
-            if result.outcome is Outcome.INFRASTRUCTURE:
-                why = result.message or "a tool call could not be executed"
-                return self._fail(StopReason.TOOL_FAILED, CodeEnvError(why))
-            if self.observer is not None:
-                self.observer(Returned(index, call, result, self.template.tool_text(result)))
-            if self.invalid >= self.agent.invalid_calls:
-                return StopReason.INVALID_CALLS
-        return None
+        self.calls.on_result = lambda call, result: self._returned(index, call, result)
+        stop = await self.calls.run(calls, results)
+        self.failure = self.calls.failure
+        return stop
 
-    async def _call(self, call: ToolCall) -> ToolResult:
-        deadline = self.agent.tool_deadline_s
-        request = RunRequest(call.id, call.code, stdin=call.stdin, deadline_s=deadline)
-        try:
-            async with asyncio.timeout(deadline + GRACE_S):
-                result = await self.tools.run(request)
-        except TimeoutError as error:
-            raise DeadlineError(f"no tool result within {deadline + GRACE_S:.0f} s") from error
-        if result.call_id != call.id:
-            raise CodeEnvError(f"asked for call {call.id}, got the result of {result.call_id}")
-        return result
+    def _returned(self, index: int, call: ToolCall, result: ToolResult) -> None:
+        if self.observer is not None:
+            self.observer(Returned(index, call, result, self.template.tool_text(result)))
 
     def _respond(
         self, generation: Generation, calls: Sequence[ToolCall], results: Sequence[ToolResult]
@@ -311,11 +273,6 @@ class _Rollout:
         before, self.ids = self.ids, self.ids + sampled + response
         if self.ids[: len(before)] != before or len(self.ids) > self.max_length:
             raise InvariantError(f"{self.id}: a turn's prompt must extend the one before it")
-
-    def _fail(self, stop: StopReason, error: InfrastructureError | OSError) -> StopReason:
-        name = error.name if isinstance(error, InfrastructureError) else "connection"
-        self.failure = Failure(name, str(error) or type(error).__name__)
-        return stop
 
 
 def _check(generation: Generation, sampling: Sampling) -> None:

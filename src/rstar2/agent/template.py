@@ -20,11 +20,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from rstar2.agent.outputs import tool_text
-from rstar2.agent.prompts import INSTRUCTION, REASON_OPEN, SYSTEM, TOOL
+from rstar2.agent.prompts import (
+    CHAT_TEMPLATE,
+    INSTRUCTION,
+    REASON_OPEN,
+    SYSTEM,
+    TOOL,
+    system_text,
+)
 from rstar2.config import TemplateConfig
 from rstar2.errors import InvariantError, UserError
 from rstar2.types import Conversation, Message, Problem, ToolCall, ToolResult
@@ -32,15 +38,12 @@ from rstar2.types import Conversation, Message, Problem, ToolCall, ToolResult
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["CHAT_TEMPLATE", "TOOL", "Response", "Template"]
-
-CHAT_TEMPLATE: str = (
-    resources.files("rstar2.agent").joinpath("chat_template.jinja").read_text(encoding="utf-8")
-)
-"""Exported with every checkpoint; gives the same tokens in transformers and vLLM."""
+__all__ = ["CHAT_TEMPLATE", "TOOL", "Response", "Template", "settings_of"]
 
 CHATML = ("<|im_start|>", "<|im_end|>")
 RESPONSE_TAGS = ("<tool_response>", "</tool_response>")
+SETTINGS = "rstar2_template"
+"""Key of tokenizer_config.json under which a checkpoint keeps its TemplateConfig."""
 CHARS_PER_TOKEN = 16
 """Tool output beyond this many characters per allowed token is cut before it is tokenised."""
 
@@ -66,7 +69,11 @@ class _Frames:
 
 
 class Template:
-    """Builds prompts and continuations for one tokenizer; cheap to call, safe to share."""
+    """Builds prompts and continuations for one tokenizer; cheap to call, safe to share.
+
+    The tokenizer carries the chat template and these settings from then on: whoever saves it with
+    a checkpoint saves what the policy was trained with.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, config: TemplateConfig) -> None:
         self.tokenizer = tokenizer
@@ -83,6 +90,9 @@ class Template:
                 "the tokenizer has neither ChatML's <|im_start|> and <|im_end|> nor a chat "
                 "template of its own: add one of them (rstar2.agent.template.CHAT_TEMPLATE)"
             )
+        if self.chatml:
+            tokenizer.chat_template = CHAT_TEMPLATE
+        tokenizer.init_kwargs[SETTINGS] = config.model_dump()
         self.tools: tuple[Mapping[str, Any], ...] = (TOOL,) if config.system == "paper" else ()
         self._specials = _special_pattern(tokenizer)
         self._system_role = self._renders_system()
@@ -270,15 +280,7 @@ class Template:
         """Put the tool signatures into the system text, and that into the user's if it must be."""
         rest = list(messages)
         system = rest.pop(0).content if rest and rest[0].role == "system" else ""
-        if tools:
-            block = self.tokenizer.apply_chat_template(
-                [{"role": "system", "content": system}] if system else [],
-                tools=[dict(tool) for tool in tools],
-                chat_template=CHAT_TEMPLATE,
-                tokenize=False,
-            )
-            start, end = f"{CHATML[0]}system\n", f"{CHATML[1]}\n"
-            system = str(block).removeprefix(start).removesuffix(end)
+        system = system_text(system, tools) if tools else system
         if not system:
             return rest
         if self._system_role or not rest:
@@ -319,6 +321,12 @@ class Template:
         if len(ids) != 1:
             raise UserError(f"the end-of-turn token {token!r} is not one id in this tokenizer")
         return ids[0]
+
+
+def settings_of(tokenizer: PreTrainedTokenizerFast) -> TemplateConfig | None:
+    """The settings that a checkpoint's tokenizer was saved with; None if it is not one of ours."""
+    settings = tokenizer.init_kwargs.get(SETTINGS)
+    return None if settings is None else TemplateConfig.model_validate(settings)
 
 
 def _marker(index: int) -> str:
