@@ -79,6 +79,7 @@ class Pool:
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._numbers = itertools.count(1)
         self._inflight: dict[str, asyncio.Task[Any]] = {}
+        self._askers: Counter[str] = Counter()
         self._done: OrderedDict[str, tuple[int, Any]] = OrderedDict()
         self._done_bytes = 0
         self._completed: Counter[str] = Counter()
@@ -165,7 +166,14 @@ class Pool:
             task = asyncio.ensure_future(work())
             self._inflight[identity] = task
             task.add_done_callback(lambda done: self._remember(identity, done))
-        return await asyncio.shield(task)
+        self._askers[identity] += 1
+        try:
+            return await asyncio.shield(task)
+        finally:
+            self._askers[identity] -= 1
+            if not self._askers[identity]:
+                del self._askers[identity]
+                task.cancel()  # nobody waits any more; does nothing to a call that has ended
 
     def _full(self) -> QueueFullError:
         after = max(0.1, min(30.0, len(self._waiters) * self._mean_s / self.slots))
