@@ -42,6 +42,7 @@ TINY = ModelShape(parameters=600_000, layers=3, kv_width=128, hidden=128, vocabu
 
 def preflight(recipe: Recipe, run: Path) -> None:
     """Raise one UserError for the first thing on this machine that the run would fail on."""
+    check_supported(recipe)
     check_run_directory(run)
     check_port(recipe)
     for path, name in _data(recipe):
@@ -49,6 +50,18 @@ def preflight(recipe: Recipe, run: Path) -> None:
     shape = check_model(recipe)
     if shape is not None and recipe.engine.kind == "embedded":
         check_memory(recipe, shape, environment.available_memory())
+
+
+def check_supported(recipe: Recipe) -> None:
+    """What the schema has a place for and the pipeline cannot do yet."""
+    if recipe.engine.kind != "embedded":
+        raise RecipeError(
+            f"engine.kind = {recipe.engine.kind}: training uses embedded engines so far"
+        )
+    if recipe.rl.staleness:
+        raise RecipeError(
+            f"rl.staleness = {recipe.rl.staleness}: rollouts are drawn on-policy so far; use 0"
+        )
 
 
 # --------------------------------------------------------------------------- places

@@ -1,0 +1,125 @@
+"""A run directory as the report needs it: stages in order, curves by stage, timings, headlines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rstar2.record import (
+    is_finished,
+    read_environment,
+    read_evaluations,
+    read_events,
+    read_metrics,
+    read_recipe,
+)
+from rstar2.types import Evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class StageCurve:
+    """The recorded steps of one stage; `offset` is how many RL steps came before it."""
+
+    name: str
+    steps: tuple[dict[str, Any], ...]
+    offset: int = 0
+
+    @property
+    def last(self) -> int:
+        return int(self.steps[-1]["step"]) if self.steps else 0
+
+    def x(self) -> list[float]:
+        return [self.offset + step["step"] for step in self.steps]
+
+    def y(self, metric: str) -> list[float | None]:
+        return [step.get(metric) for step in self.steps]
+
+    def total(self, metric: str) -> float:
+        return sum(step.get(metric) or 0.0 for step in self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """All that the table and the page show, but for trajectories."""
+
+    path: Path
+    recipe: dict[str, Any]
+    environment: dict[str, Any]
+    sft: StageCurve | None
+    stages: tuple[StageCurve, ...]
+    evaluations: dict[tuple[str, str], Evaluation]
+    """By (stage, mode), in the order of the stages."""
+    events: tuple[dict[str, Any], ...]
+    finished: bool
+
+    @property
+    def evaluated(self) -> list[str]:
+        """Stages with an evaluation, in order."""
+        return list(dict.fromkeys(stage for stage, _ in self.evaluations))
+
+    @property
+    def modes(self) -> list[str]:
+        """Modes of evaluation that were used, greedy first."""
+        return sorted({mode for _, mode in self.evaluations})
+
+    def first_and_last(self, mode: str) -> tuple[Evaluation, Evaluation] | None:
+        """The evaluations before all RL and after all of it, if there are two."""
+        found = [e for (_, m), e in self.evaluations.items() if m == mode]
+        return (found[0], found[-1]) if len(found) > 1 else None
+
+    @property
+    def kinds(self) -> list[str]:
+        """All kinds of problems that were evaluated."""
+        return list(dict.fromkeys(k for e in self.evaluations.values() for k in e.kinds))
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of work: all recorded steps and evaluations, without pauses between runs."""
+        curves = [*self.stages, *([self.sft] if self.sft else [])]
+        return sum(c.total("time/step") for c in curves) + sum(
+            e.wall_s for e in self.evaluations.values()
+        )
+
+
+def summarise(run: Path) -> Summary:
+    """Read a run directory, finished or not."""
+    recipe = read_recipe(run)
+    metrics = read_metrics(run)
+    names = [stage["name"] for stage in recipe.get("rl", {}).get("stages", [])]
+    curves, offset = [], 0
+    for name in names:
+        curve = StageCurve(name, tuple(m for m in metrics if m["stage"] == name), offset)
+        if curve.steps:
+            curves.append(curve)
+            offset += curve.last
+    sft = StageCurve("sft", tuple(m for m in metrics if m["stage"] == "sft"))
+    return Summary(
+        path=run,
+        recipe=recipe,
+        environment=read_environment(run),
+        sft=sft if sft.steps else None,
+        stages=tuple(curves),
+        evaluations=_in_order(read_evaluations(run), ["sft", *names]),
+        events=tuple(read_events(run)),
+        finished=is_finished(run),
+    )
+
+
+def _in_order(
+    evaluations: Sequence[Evaluation], names: Sequence[str]
+) -> dict[tuple[str, str], Evaluation]:
+    known = [e for e in evaluations if e.stage in names]
+    known.sort(key=lambda e: (names.index(e.stage), e.mode))
+    return {(e.stage, e.mode): e for e in known}
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: 48 s, 6 min 12 s, 3 h 05 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

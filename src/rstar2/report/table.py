@@ -1,0 +1,105 @@
+"""The end table: what each stage brought, on the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from rstar2.report.summary import Summary, summarise
+from rstar2.report.svg import percent
+from rstar2.types import Estimate, Evaluation
+
+
+def end_table(run: Path) -> Group:
+    """SFT -> stage 1 -> ... : accuracy with intervals, tool errors, lengths; then per kind."""
+    summary = summarise(run)
+    parts: list[Table | Text] = [stage_table(summary)]
+    if summary.kinds:
+        parts += [Text(), kind_table(summary)]
+    return Group(*parts)
+
+
+def stage_table(summary: Summary) -> Table:
+    """One row per stage."""
+    title = f"{summary.recipe.get('name')}, seed {summary.recipe.get('seed')}"
+    table = _table(title)
+    table.add_column("after", no_wrap=True)
+    for name in ("steps", *summary.modes):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("failing calls\nin correct", "tool\nerrors", "mean\nlength", "time"):
+        table.add_column(name, justify="right", no_wrap=True)
+    curves = (*summary.stages, *([summary.sft] if summary.sft else []))
+    steps = {curve.name: curve for curve in curves}
+    for stage in summary.evaluated:
+        by_mode = {m: summary.evaluations.get((stage, m)) for m in summary.modes}
+        shown = main_evaluation(by_mode)
+        curve = steps.get(stage)
+        table.add_row(
+            Text(stage, style="bold"),
+            str(curve.last) if curve else "-",
+            *(accuracy(e.accuracy) if e else Text("-") for e in by_mode.values()),
+            share(shown.failing_calls_in_correct),
+            share(shown.tool_errors),
+            f"{shown.mean_length:.0f}",
+            clock(curve.total("time/step")) if curve else "-",
+        )
+    return table
+
+
+def kind_table(summary: Summary) -> Table:
+    """Accuracy per kind of problem, one column per stage."""
+    mode = summary.modes[0]
+    table = _table(f"{mode} accuracy by kind")
+    table.add_column("kind", no_wrap=True)
+    stages = [s for s in summary.evaluated if (s, mode) in summary.evaluations]
+    for stage in stages:
+        table.add_column(stage, justify="right", no_wrap=True)
+    for kind in summary.kinds:
+        cells = [summary.evaluations[stage, mode].kinds.get(kind) for stage in stages]
+        table.add_row(kind, *(Text("-") if c is None else bar(c.mean) for c in cells))
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=title,
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        title_style="bold",
+        padding=(0, 1, 0, 0),
+    )
+
+
+def clock(seconds: float) -> str:
+    """Seconds as m:ss or h:mm:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def main_evaluation(by_mode: dict[str, Evaluation | None]) -> Evaluation:
+    """The evaluation whose tool use and lengths are shown: sampled, as the policy is trained."""
+    return by_mode.get("sampled") or next(e for e in by_mode.values() if e is not None)
+
+
+def accuracy(estimate: Estimate) -> Text:
+    """95.4% with its interval."""
+    text = Text(f"{100 * estimate.mean:.1f}%", style="bold")
+    return text.append(f" {100 * estimate.low:.0f}–{100 * estimate.high:.0f}", style="dim not bold")
+
+
+def share(value: float | None) -> str:
+    """A share as a percentage, or a dash where there was nothing to share."""
+    return "-" if value is None else percent(value)
+
+
+def bar(value: float, width: int = 6) -> Text:
+    """A percentage with a small bar before it."""
+    full = round(value * width)
+    colour = "green" if value >= 0.85 else "yellow" if value >= 0.5 else "red"
+    text = Text("━" * full, style=colour).append("─" * (width - full), style="bright_black")
+    return text.append(f" {percent(value):>6}", style="default")
