@@ -36,8 +36,8 @@ VERSION = version("rstar2")
 
 ADMITTED_BYTES = 512 << 20
 """Code and stdin of all admitted calls together."""
-REMEMBERED = 100_000
-REMEMBERED_BYTES = 128 << 20
+REMEMBERED = 8192
+REMEMBERED_BYTES = 64 << 20
 """How many finished results are kept for callers that ask again, and their text together."""
 DEADLINE_SLACK_S = 1.0
 """The executor keeps the deadline; the service steps in this much later."""
