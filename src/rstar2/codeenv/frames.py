@@ -15,7 +15,7 @@ MAX_BODY = 32 << 20
 HELLO = b"rstar2 worker\n"
 
 RUN, VERIFY, SESSION_OPEN, SESSION_RUN, SESSION_BRANCH, SESSION_CLOSE = range(6)
-EXITED, WALL, CPU, OUTPUT, SCRATCH, NO_SESSION, FORK_FAILED, SESSION_MEMORY = range(8)
+EXITED, WALL, CPU, OUTPUT, SCRATCH, NO_SESSION, PROCESSES = range(7)
 """Why the worker ended a call; EXITED: it ended by itself, see the wait status."""
 
 

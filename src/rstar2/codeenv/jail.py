@@ -69,6 +69,8 @@ class JailSpec:
     uid: int | None
     """Unprivileged uid for the worker when the service is root."""
     group: cgroups.Group
+    session: bool = False
+    """A worker for the sessions of one family instead of plain calls."""
 
     @property
     def forks(self) -> bool:

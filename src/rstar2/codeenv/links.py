@@ -43,6 +43,7 @@ class WorkerLink(asyncio.Protocol):
         self.pid = 0
         self._pidfd = -1
         self.calls = 0
+        self.oom_seen = 0
         self.alive = True
         self.used_at = time.monotonic()
         self._transport: asyncio.Transport | None = None

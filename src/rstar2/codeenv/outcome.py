@@ -42,6 +42,8 @@ def limits_hit(cause: int, limits: Limits) -> tuple[Outcome, str] | None:
         return Outcome.OUTPUT_LIMIT, f"Stopped after printing more than {cap} bytes."
     if cause == frames.SCRATCH:
         return Outcome.KILLED, f"Stopped: its files took more than {limits.scratch_mb} MB."
+    if cause == frames.PROCESSES:
+        return Outcome.KILLED, "Stopped: programs cannot start processes here."
     return None
 
 

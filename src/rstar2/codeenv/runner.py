@@ -212,9 +212,19 @@ def finish(record: Record, result_fd: int) -> None:
     if threading.active_count() > 1:
         _quietly(threading._shutdown)  # type: ignore[attr-defined]
     _quietly(atexit._run_exitfuncs)
+    flush()
+    hand_in(record, result_fd)
+
+
+def flush() -> None:
+    """Everything printed leaves the process."""
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         if stream is not None:
             _quietly(stream.flush)
+
+
+def hand_in(record: Record, result_fd: int) -> None:
+    """Write the record where the worker reads it."""
     data = memoryview(record.pack())
     while data:
         data = data[os.write(result_fd, data) :]

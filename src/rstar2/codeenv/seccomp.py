@@ -23,6 +23,7 @@ _NR, _ARCH, _ARGS = 0, 4, 16
 
 CLONE_NAMESPACES = 0x7E020000 | 0x80
 CLONE_THREAD = 0x00010000
+CLONE_PARENT = 0x00008000
 _AF_UNIX = 1
 _PR_ALLOWED = (15, 16, 3, 23, 39)
 """PR_SET_NAME, PR_GET_NAME, PR_GET_DUMPABLE, PR_CAPBSET_READ, PR_GET_NO_NEW_PRIVS."""
@@ -130,31 +131,31 @@ def base_filter(strict: bool, machine: str = syscalls.MACHINE) -> Program:
 
 
 class CallFilter:
-    """No new processes, signals to oneself only; the caller's pid is patched in per call."""
+    """The per-call filter: no new processes; without a PID namespace, signals to oneself only.
 
-    def __init__(self, forks: bool = False, machine: str = syscalls.MACHINE) -> None:
+    In a session (installed once, inherited by its clones) a process may clone itself as a sibling:
+    every clone is then a child of the worker, which knows and kills them all.
+    """
+
+    def __init__(self, level: str, session: bool = False, machine: str = syscalls.MACHINE) -> None:
         nr = syscalls.numbers(machine)
-        code = _prologue(machine)
-        if not forks:
-            threads_only = (
-                _argument(0)
-                + _op(_JSET, CLONE_THREAD, 0, 1)
-                + _op(_RET, _ALLOW)
-                + _refuse(errno.EAGAIN)
-            )
-            code += _when(nr["clone"], threads_only)
-            for name in ("fork", "vfork"):
-                if name in nr:
-                    code += _when(nr[name], _refuse(errno.EAGAIN))
+        threads_only = _argument(0) + _op(_JSET, CLONE_THREAD, 0, 1) + _op(_RET, _ALLOW)
+        if session:
+            threads_only += _op(_JEQ, CLONE_PARENT | 17, 0, 1) + _op(_RET, _ALLOW)
+        code = _prologue(machine) + _when(nr["clone"], threads_only + _refuse(errno.EAGAIN))
+        for name in ("fork", "vfork"):
+            if name in nr:
+                code += _when(nr[name], _refuse(errno.EAGAIN))
         self._pid_offsets: list[int] = []
-        for name in ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"):
-            body = _argument(0) + _op(_JEQ, 0, 0, 1) + _op(_RET, _ALLOW) + _refuse(errno.EPERM)
-            self._pid_offsets.append(len(code) + 16 + 4)
-            code += _when(nr[name], body)
-        for name in ("tkill", "pidfd_send_signal", "pidfd_open"):
-            code += _when(nr[name], _refuse(errno.EPERM))
-        parent_death = _argument(0) + _op(_JEQ, _PR_SET_PDEATHSIG, 0, 1) + _refuse(errno.EPERM)
-        code += _when(nr["prctl"], parent_death + _op(_RET, _ALLOW))
+        if level != "strict":
+            for name in ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"):
+                self._pid_offsets.append(len(code) + 16 + 4)
+                code += _when(nr[name], _only_if_equal(0, (0,), errno.EPERM))
+            for name in ("tkill", "pidfd_send_signal", "pidfd_open"):
+                code += _when(nr[name], _refuse(errno.EPERM))
+            if not session:
+                pinned = _argument(0) + _op(_JEQ, _PR_SET_PDEATHSIG, 0, 1) + _refuse(errno.EPERM)
+                code += _when(nr["prctl"], pinned + _op(_RET, _ALLOW))
         self._code = bytearray(code + _op(_RET, _ALLOW))
 
     def install(self, pid: int) -> None:

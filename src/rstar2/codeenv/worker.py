@@ -14,6 +14,7 @@ swept); a reply is sent exactly once per request; end of file from the pool ends
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
@@ -72,10 +73,15 @@ class Call:
         self.started = time.monotonic()
         self.deadline = self.started + request.wall_s
 
+    def adopt(self, pid: int) -> None:
+        """Remember the child by its pid and a handle."""
+        self.pid = pid
+        with contextlib.suppress(OSError):  # it is gone already: then its end tells the rest
+            self.pidfd = os.pidfd_open(pid)
+
     def parent_side(self, pid: int) -> None:
         """Keep the reading ends and a handle on the child."""
-        self.pid = pid
-        self.pidfd = os.pidfd_open(pid)
+        self.adopt(pid)
         for reader, writer in self.pipes:
             os.close(writer)
             os.set_blocking(reader, False)
@@ -89,12 +95,18 @@ class Call:
     def kill(self, cause: int) -> None:
         if self.cause == frames.EXITED:
             self.cause = cause
-        signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        self.kill_quietly()
+
+    def kill_quietly(self) -> None:
+        if self.pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def close(self) -> None:
         for reader, _ in self.pipes:
             os.close(reader)
-        os.close(self.pidfd)
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
 
 
 class Worker:
@@ -114,7 +126,7 @@ class Worker:
         self.body = Buffer(frames.MAX_BODY)
         cap = frames.output_cap(1 << 20) + (1 << 16)
         self.streams = [Buffer(cap) for _ in range(3)]
-        self.filter = None if spec.forks else seccomp.CallFilter()
+        self.filter = None if spec.forks else seccomp.CallFilter(spec.level)
         self.served = 0
         self.base_as = 0
         self.base_rss_kb = 0
@@ -286,7 +298,7 @@ class Worker:
                 call.kill(frames.SCRATCH)
                 return None
         if request.cpu_s < request.wall_s:
-            spare = request.cpu_s - _cpu_time(call.pid)
+            spare = request.cpu_s - cpu_time(call.pid)
             if spare <= 0:
                 call.kill(frames.CPU)
                 return None
@@ -372,7 +384,7 @@ class Worker:
         return self._scratch_mark() == self.clean_mark
 
 
-def _cpu_time(pid: int) -> float:
+def cpu_time(pid: int) -> float:
     """CPU seconds of another process, by its clock (see clock_getcpuclockid)."""
     try:
         return time.clock_gettime((~pid << 3) | 2)
@@ -380,17 +392,23 @@ def _cpu_time(pid: int) -> float:
         return 0.0
 
 
-def provide_stdin(data: bytes) -> None:
-    """Put `data` on descriptor 0: a pipe if it fits into one, else an unlinked scratch file."""
+def spool(data: bytes) -> int:
+    """A descriptor to read `data` from: a pipe if it fits into one, else an unlinked file."""
     if len(data) <= 1 << 16:
         reader, writer = os.pipe()
         os.write(writer, data)
         os.close(writer)
-    else:
-        reader = os.open(".", os.O_TMPFILE | os.O_RDWR, 0o600)
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(reader, rest) :]
-        os.lseek(reader, 0, os.SEEK_SET)
+        return reader
+    reader = os.open(".", os.O_TMPFILE | os.O_RDWR, 0o600)
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(reader, rest) :]
+    os.lseek(reader, 0, os.SEEK_SET)
+    return reader
+
+
+def provide_stdin(data: bytes) -> None:
+    """Put `data` on descriptor 0."""
+    reader = spool(data)
     os.dup2(reader, 0)
     os.close(reader)

@@ -75,14 +75,14 @@ class Zygote:
 
     def warm_up(self) -> None:
         """Import, run representative programs, freeze and collapse the heap; then say so."""
-        from rstar2.codeenv import jail, runner, verify, warmup, worker
+        from rstar2.codeenv import heads, jail, runner, verify, warmup, worker
 
         warm = heap.WarmHeap()
         missing = {name: "not installed" for name in warmup.import_modules(self.flavour)}
         if self.flavour == "verify":
             missing |= verify.preload(self.functions)
         warmup.run_programs(self.flavour)
-        _ = (jail, worker)
+        _ = (heads, worker)  # in memory before the first fork
         runner.fresh_main()
         sys.argv = ["program.py"]
         sys.path.insert(0, "")
@@ -123,8 +123,18 @@ class Zygote:
         _, status = os.waitpid(pid, 0)
         os.close(pidfd)
         oom = cgroups.oom_kills(spec.group)
+        self._kill_orphans()
         _remove_traces(spec)
         self.say(exited=spec.name, status=status, oom=oom)
+
+    def _kill_orphans(self) -> None:
+        """What a lost worker left behind becomes a child of this process; end it."""
+        known = {pid for pid, _ in self.workers.values()}
+        with contextlib.suppress(OSError):  # kernels without /proc/.../children
+            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+            for pid in {int(child) for child in children} - known:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
     def spawn(self, message: dict[str, Any], descriptors: list[int]) -> int | None:
         """Fork a worker into its jail; returns a handle that becomes readable when it ends."""
@@ -187,7 +197,7 @@ class Zygote:
 
     def _become_worker(self, spec: Any, descriptor: int, go: int) -> NoReturn:
         """In the worker: enter the jail and serve. Reports a failure on its own socket."""
-        from rstar2.codeenv import jail, runner, verify, worker
+        from rstar2.codeenv import heads, jail, runner, verify, worker
 
         os.read(go, 1)
         jail.die_with_parent()
@@ -205,7 +215,8 @@ class Zygote:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             runner.prepare_streams()
             functions = self.functions
-            server = worker.Worker(
+            kind = heads.SessionWorker if spec.session else worker.Worker
+            server = kind(
                 control, spec, lambda body, fd: verify.run(functions, body, fd), heap.collapse
             )
             pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -225,6 +236,8 @@ class Zygote:
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             os.waitpid(pid, 0)
             _remove_traces(spec)
+        self.workers.clear()
+        self._kill_orphans()
 
 
 def _remove_traces(spec: Any) -> None:

@@ -1,0 +1,186 @@
+"""Checks at start-up that every limit and wall of the jail took effect, by running into them.
+
+A control group that was not joined or a filter that was not installed shows nothing by itself; so
+nothing is served before these programs have failed in the expected way. A check that does not
+hold raises IsolationError naming it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rstar2.codeenv.protocol import RunRequest
+from rstar2.errors import IsolationError
+from rstar2.types import Limits, Outcome
+
+if TYPE_CHECKING:
+    from rstar2.codeenv.pool import Pool
+
+SMALL = Limits(
+    wall_s=10.0, cpu_s=10.0, memory_mb=64, processes=8, file_mb=1, scratch_mb=2, output_chars=4000
+)
+
+_WALLS = """
+import ctypes, errno, os, socket
+libc = ctypes.CDLL(None, use_errno=True)
+def refused(name, action, *errors):
+    try:
+        action()
+    except OSError:
+        return
+    except errors:
+        return
+    print("NOT REFUSED:", name)
+def syscall(name, *arguments):
+    def call():
+        if getattr(libc, name)(*arguments) == -1:
+            raise OSError(ctypes.get_errno())
+    refused(name, call)
+refused("reading a file of the service", lambda: open({canary!r}).read())
+refused("reading /proc", lambda: open("/proc/self/environ").read())
+refused("writing beside the interpreter", lambda: open(os.__file__, "a"))
+refused("creating a file in /", lambda: open("/planted", "w"))
+refused("TCP", lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+refused("UDP", lambda: socket.socket(socket.AF_INET6, socket.SOCK_DGRAM))
+refused("netlink", lambda: socket.socket(16, socket.SOCK_RAW))
+refused("becoming root", lambda: os.setuid(0))
+syscall("unshare", 0x10000000)
+syscall("mount", b"none", b"/tmp", b"tmpfs", 0, None)
+syscall("chroot", b"/tmp")
+syscall("ptrace", 16, 1, 0, 0)
+syscall("shmget", 0, 4096, 0o1600)
+refused("signalling the worker", lambda: os.kill(os.getppid(), 9) or {protected})
+try:
+    with open("big", "wb") as file:
+        for _ in range(3):
+            file.write(bytes(1 << 20))
+            file.flush()
+    print("NOT REFUSED: a file beyond the file limit")
+except OSError:
+    pass
+print("checked")
+"""
+
+_SCRATCH = """
+import os
+try:
+    for number in range({scratch_mb} * 4):
+        with open(f"part{{number}}", "wb") as file:
+            file.write(bytes(1 << 19))
+    import time; time.sleep(1)
+    print("NOT REFUSED: scratch beyond its limit")
+except OSError:
+    print("checked")
+"""
+
+_THREADS = """
+import threading
+try:
+    for _ in range({processes} * 4):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    print("NOT REFUSED: threads beyond the limit")
+except RuntimeError:
+    print("checked")
+"""
+
+_FORKS = """
+import os, time
+made = 0
+try:
+    while made < {processes} * 4:
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        made += 1
+    print("NOT REFUSED: processes beyond the limit")
+except OSError:
+    print("checked")
+"""
+
+_FAMILY = """
+import os, time
+for _ in range(6):
+    if os.fork() == 0:
+        block = bytearray({memory_mb} * 9 // 10 << 20)
+        for i in range(0, len(block), 4096):
+            block[i] = 1
+        time.sleep(60)
+try:
+    while True:
+        pid, status = os.wait()
+        if os.WIFSIGNALED(status):
+            print("checked")
+            break
+except ChildProcessError:
+    print("NOT REFUSED: memory of children")
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A program and what must become of it."""
+
+    name: str
+    code: str
+    outcomes: tuple[Outcome, ...]
+    limits: Limits = SMALL
+
+
+def checks(level: str, forks: bool, counted: bool, canary: str) -> list[Check]:
+    """The programs to run. `counted`: an exact limit on threads can be had."""
+    values = {"memory_mb": 64, "processes": 8, "scratch_mb": 2}
+    quick = Limits(wall_s=0.3, cpu_s=10, memory_mb=64, processes=8, file_mb=1, scratch_mb=2)
+    cpu = Limits(wall_s=10, cpu_s=0.2, memory_mb=64, processes=8, file_mb=1, scratch_mb=2)
+    ok, scratch = (Outcome.OK,), (Outcome.OK, Outcome.KILLED)
+    protected = "None" if level == "strict" else "print('NOT REFUSED: signalling the worker')"
+    walls = _WALLS.replace("{canary!r}", repr(canary)).replace("{protected}", protected)
+    if level == "strict":  # PID 1 of a namespace: the signal is accepted and has no effect
+        walls = walls.replace('refused("signalling the worker", ', "(lambda *_: _[-1]())(")
+    found = [
+        Check("walls of the jail", walls, ok),
+        Check("wall time", "while True: pass", (Outcome.TIMEOUT,), quick),
+        Check("CPU time", "while True: pass", (Outcome.TIMEOUT,), cpu),
+        Check("memory", "bytearray(300 << 20)", (Outcome.MEMORY,)),
+        Check("output", "while True: print('x' * 9999)", (Outcome.OUTPUT_LIMIT,)),
+        Check("scratch space", _SCRATCH.format(**values), scratch),
+    ]
+    if counted:
+        found.append(Check("threads", _THREADS.format(**values), ok))
+    if forks:
+        found.append(Check("processes", _FORKS.format(**values), ok))
+        found.append(
+            Check("memory of children", _FAMILY.format(**values), (Outcome.OK, Outcome.MEMORY))
+        )
+    return found
+
+
+async def check(pool: Pool) -> None:
+    """Run all checks on the pool; IsolationError names those that do not hold."""
+    secret = secrets.token_hex(16)
+    canary = Path(pool.stock.directory, "canary")
+    canary.write_text(secret)
+    canary.chmod(0o644)
+    link = await pool.stock.take("base", SMALL)
+    pool.stock.give_back(link)
+    group = link.spec.group
+    counted = pool.isolation == "strict" or bool(group.pids)
+    todo = checks(pool.isolation, link.spec.forks, counted, str(canary))
+    results = await asyncio.gather(
+        *(
+            pool.run(RunRequest(f"selfcheck-{secrets.token_hex(4)}", c.code, limits=c.limits))
+            for c in todo
+        )
+    )
+    canary.unlink()
+    failed = []
+    for item, result in zip(todo, results, strict=True):
+        text = result.stdout + result.stderr + result.message
+        if result.outcome not in item.outcomes or "NOT REFUSED" in text or secret in text:
+            shown = (result.stdout or result.message or result.traceback).strip()[-300:]
+            failed.append(f"{item.name} ({result.outcome}: {shown})")
+    if failed:
+        raise IsolationError(f"the {pool.isolation} jail does not hold here: " + "; ".join(failed))

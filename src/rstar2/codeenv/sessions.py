@@ -1,0 +1,196 @@
+"""Sessions as the pool keeps them: leases on interpreters that hold state across calls.
+
+A session and its branches live in one worker of their own. The lease is renewed by every use and
+ends after `ttl_s` without one; then the head is closed, and with the last head of a family its
+worker. Files in scratch belong to the family and are not rolled back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from dataclasses import dataclass, field, replace
+
+from rstar2.codeenv import frames, outcome
+from rstar2.codeenv.frames import Reply, Request
+from rstar2.codeenv.links import Lost, WorkerLink
+from rstar2.codeenv.protocol import SessionInfo
+from rstar2.codeenv.workers import Stock
+from rstar2.config import CodeEnvConfig
+from rstar2.errors import CodeEnvError, QueueFullError, UserError
+from rstar2.types import Limits
+
+_OPEN_S = 20.0
+_GRACE_S = 3.0
+
+
+@dataclass(slots=True)
+class Family:
+    """A worker with the heads of a session and its branches; one call at a time."""
+
+    link: WorkerLink
+    members: set[str] = field(default_factory=set)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+@dataclass(slots=True)
+class Session:
+    """A lease."""
+
+    info: SessionInfo
+    family: Family
+    expires: float
+    busy: int = 0
+
+
+class Sessions:
+    """All live sessions of a pool."""
+
+    def __init__(self, config: CodeEnvConfig, stock: Stock) -> None:
+        self._config = config
+        self._stock = stock
+        self._live: dict[str, Session] = {}
+        self._sequence = 0
+        self._janitor: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def limits(self) -> Limits:
+        """What holds for a session's whole life."""
+        limits = outcome.effective(Limits(), self._config.default, self._config.cap)
+        return replace(
+            limits, memory_mb=self._config.session_memory_mb, cpu_s=self._config.cap.cpu_s
+        )
+
+    async def open(self, session: str | None, ttl_s: float | None) -> SessionInfo:
+        """A fresh interpreter under a lease."""
+        name = self._new_name(session)
+        link = await self._stock.make("base", self.limits, session=True)
+        family = Family(link, {name})
+        info = SessionInfo(name, self._ttl(ttl_s))
+        self._live[name] = Session(info, family, time.monotonic() + info.ttl_s)
+        try:
+            await self._order(family, frames.SESSION_OPEN, name)
+        except BaseException:
+            self._forget(name)
+            raise
+        if self._janitor is None:
+            self._janitor = asyncio.create_task(self._expire(), name="session-leases")
+        return info
+
+    async def branch(self, session: str, branch: str | None) -> SessionInfo:
+        """A copy of a session's state that goes its own way from here."""
+        parent = self._find(session)
+        name = self._new_name(branch)
+        info = replace(parent.info, id=name, parent=session, calls=0)
+        self._live[name] = Session(info, parent.family, time.monotonic() + info.ttl_s)
+        parent.family.members.add(name)
+        try:
+            reply = await self._order(parent.family, frames.SESSION_BRANCH, session, name)
+            if reply.cause != frames.EXITED or reply.status:
+                raise CodeEnvError(f"session {session!r} could not be branched")
+        except BaseException:
+            self._forget(name)
+            raise
+        parent.expires = time.monotonic() + parent.info.ttl_s
+        return info
+
+    async def close(self, session: str) -> None:
+        """End a session now."""
+        family = self._find(session).family
+        self._forget(session)
+        if family.members:
+            with contextlib.suppress(Lost):
+                await self._order(family, frames.SESSION_CLOSE, session)
+
+    def drop_all(self) -> None:
+        """The pool closes."""
+        if self._janitor is not None:
+            self._janitor.cancel()
+        for name in list(self._live):
+            self._forget(name)
+
+    async def run(
+        self, session: str, header: Request, parts: tuple[bytes, bytes]
+    ) -> tuple[Reply, bytes]:
+        """One call in a session; the lease is renewed. Lost: the session is gone for good."""
+        lease = self._find(session)
+        name = session.encode()
+        lease.busy += 1
+        try:
+            async with lease.family.lock:
+                header = header._replace(kind=frames.SESSION_RUN, name=len(name))
+                reply, body = await lease.family.link.ask(header, (name, *parts), _GRACE_S)
+        except BaseException:
+            if not lease.family.link.alive:
+                self._forget_family(lease.family)
+            raise
+        finally:
+            lease.busy -= 1
+            lease.expires = time.monotonic() + lease.info.ttl_s
+        if reply.cause == frames.NO_SESSION:
+            self._forget(session)
+            raise Lost(f"session {session!r} ended: its process is gone")
+        lease.info = replace(lease.info, calls=lease.info.calls + 1)
+        return reply, body
+
+    # ------------------------------------------------------------------ inside
+
+    async def _order(self, family: Family, kind: int, session: str, branch: str = "") -> Reply:
+        limits = self.limits
+        name, extra = session.encode(), branch.encode()
+        self._sequence += 1
+        header = Request(
+            self._sequence | 1 << 62, kind, len(name), len(extra), 0, limits.memory_mb or 0,
+            limits.processes or 0, limits.file_mb or 0, 0, _OPEN_S, limits.cpu_s or 0.0,
+        )  # fmt: skip
+        async with family.lock:
+            reply, _ = await family.link.ask(header, (name, extra), _GRACE_S)
+        return reply
+
+    def _new_name(self, wanted: str | None) -> str:
+        if wanted is not None and wanted in self._live:
+            raise UserError(f"session {wanted!r} exists already; choose another id")
+        if len(self._live) >= self._config.sessions:
+            soonest = min((s.expires for s in self._live.values()), default=time.monotonic() + 1)
+            raise QueueFullError(
+                f"{self._config.sessions} sessions are open, the most allowed; close one",
+                max(0.1, soonest - time.monotonic()),
+            )
+        return wanted or secrets.token_hex(8)
+
+    def _ttl(self, asked: float | None) -> float:
+        return min(asked or self._config.session_ttl_s, self._config.session_ttl_s)
+
+    def _find(self, session: str) -> Session:
+        found = self._live.get(session)
+        if found is None:
+            raise UserError(f"no session {session!r}: it was never opened, was closed or expired")
+        return found
+
+    def _forget(self, session: str) -> None:
+        lease = self._live.pop(session, None)
+        if lease is None:
+            return
+        lease.family.members.discard(session)
+        if not lease.family.members:
+            self._stock.drop(lease.family.link)
+
+    def _forget_family(self, family: Family) -> None:
+        for name in list(family.members):
+            self._forget(name)
+
+    async def _expire(self) -> None:
+        """Close what nobody used within its lease."""
+        while True:
+            now = time.monotonic()
+            for name, lease in list(self._live.items()):
+                if lease.expires <= now and not lease.busy:
+                    with contextlib.suppress(UserError, CodeEnvError):
+                        await self.close(name)
+            soonest = min((s.expires for s in self._live.values()), default=now + 1.0)
+            await asyncio.sleep(min(1.0, max(0.02, soonest - time.monotonic())))
