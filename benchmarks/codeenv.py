@@ -1,0 +1,238 @@
+"""Calls a second on one pinned core: ours through HTTP, a process per call, and the fork floor.
+
+    python benchmarks/codeenv.py [--quick] [--json] [--core N]
+
+Everything runs on the one core: the benchmark, the batching client, the HTTP server, the pool and
+the jailed programs. `subprocess` starts `python -c` per call. The floor is the least that any
+design on this machine can cost: os.fork of an interpreter with NumPy and SymPy imported, exec of
+the program, _exit, waitpid; no jail, no limits, no HTTP. The service's warm-up has not seen the
+programs measured here (checked below).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from common import Row, arguments, finish, interleave, median, say
+from rstar2.codeenv import warmup
+from rstar2.codeenv.bench import PROGRAMS, quantile
+from rstar2.codeenv.client import CodeEnvClient
+from rstar2.codeenv.protocol import RunRequest
+from rstar2.config import CodeEnvConfig
+from rstar2.types import Limits, Outcome
+
+ENDLESS = "while True: pass"
+LIMITS = Limits(wall_s=1.0, cpu_s=1.0)
+SLOTS = 2
+"""One per core, plus one."""
+TARGETS = {"print": ">= 5", "sympy": ">= 30", "numpy": ">= 20"}
+COUNTS = {"print": 400, "sympy": 80, "numpy": 160, "exception": 300, "5% endless": 120}
+SUBPROCESS_COUNTS = {"print": 24, "sympy": 2, "numpy": 4, "exception": 16, "5% endless": 20}
+FLOOR_COUNTS = {"print": 300, "sympy": 60, "numpy": 120, "exception": 200}
+
+
+def programs(case: str, count: int, seed: int) -> list[str]:
+    """The programs of one measurement; the mix has exactly 5% endless loops, shuffled."""
+    if case != "5% endless":
+        return [PROGRAMS[case]] * count
+    mix = [ENDLESS] * max(1, count // 20)
+    mix += [PROGRAMS["print"]] * (count - len(mix))
+    random.Random(seed).shuffle(mix)
+    return mix
+
+
+class Ours:
+    """The service through its client, as a trainer would use it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.numbers = itertools.count()
+        self.latencies: dict[str, list[float]] = {}
+        self.client = loop.run_until_complete(CodeEnvClient.start(CodeEnvConfig(slots=SLOTS)))
+
+    def close(self) -> None:
+        self.loop.run_until_complete(self.client.close())
+
+    async def call(self, code: str) -> float:
+        """One call; its latency in seconds. A call lost to infrastructure ends the benchmark."""
+        start = time.perf_counter()
+        result = await self.client.run(
+            RunRequest(f"b{next(self.numbers)}", code, limits=LIMITS, deadline_s=120.0)
+        )
+        if result.outcome is Outcome.INFRASTRUCTURE:
+            raise SystemExit(f"a call was lost: {result.message}")
+        return time.perf_counter() - start
+
+    def rate(self, case: str, seed: int) -> float:
+        """Calls a second with 32 callers that never pause."""
+
+        async def main() -> float:
+            todo = iter(programs(case, COUNTS[case], seed))
+            latencies = self.latencies.setdefault(case, [])
+
+            async def caller() -> None:
+                for code in todo:
+                    latencies.append(await self.call(code))
+
+            start = time.perf_counter()
+            await asyncio.gather(*(caller() for _ in range(32)))
+            return COUNTS[case] / (time.perf_counter() - start)
+
+        return self.loop.run_until_complete(main())
+
+    def unloaded(self, case: str, count: int) -> list[float]:
+        """Latencies of calls made one after the other."""
+
+        async def main() -> list[float]:
+            return [await self.call(PROGRAMS[case]) for _ in range(count)]
+
+        return self.loop.run_until_complete(main())
+
+    def beside_endless(self) -> float:
+        """The longest latency of small calls while an endless loop occupies a slot, in seconds."""
+
+        async def main() -> float:
+            endless = asyncio.create_task(self.call(ENDLESS))
+            await asyncio.sleep(0.05)
+            worst = 0.0
+            while not endless.done():
+                worst = max(worst, await self.call(PROGRAMS["print"]))
+            return worst
+
+        return self.loop.run_until_complete(main())
+
+
+def subprocess_rate(case: str, seed: int) -> float:
+    """Calls a second with a new Python process per call, four at a time."""
+
+    def run(code: str) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=LIMITS.wall_s)
+
+    def unlimited(code: str) -> None:
+        subprocess.run([sys.executable, "-c", code], capture_output=True)
+
+    todo = programs(case, SUBPROCESS_COUNTS[case], seed)
+    start = time.perf_counter()
+    # A process that imports SymPy needs longer than the limit of the mix on a busy core.
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(run if case == "5% endless" else unlimited, todo))
+    return len(todo) / (time.perf_counter() - start)
+
+
+FLOOR = """
+import gc, os, sys, time
+import numpy, sympy
+code, count = sys.argv[1], int(sys.argv[2])
+gc.collect(); gc.freeze()
+def one():
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(writer, 1); os.dup2(writer, 2)
+        try:
+            exec(compile(code, "p", "exec"), {"__name__": "__main__"})
+            status = 0
+        except BaseException as error:
+            print(error); status = 1
+        sys.stdout.flush()
+        os._exit(status)
+    os.close(writer)
+    while os.read(reader, 65536):
+        pass
+    os.close(reader)
+    os.waitpid(pid, 0)
+for _ in range(3):
+    one()
+start = time.perf_counter()
+for _ in range(count):
+    one()
+print(count / (time.perf_counter() - start))
+"""
+
+
+def floor_rate(case: str) -> float:
+    """Calls a second of a bare fork from a warm interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-c", FLOOR, PROGRAMS[case], str(FLOOR_COUNTS[case])],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return float(done.stdout)
+
+
+def warm_up_is_blind() -> bool:
+    """True if no program measured here is part of the service's warm-up."""
+    seen = {
+        line for group in warmup._PROGRAMS.values() for text in group for line in text.split("\n")
+    }
+    ours = {line for text in PROGRAMS.values() for line in text.split("\n")}
+    return not {line for line in ours & seen if not line.startswith("import ")}
+
+
+def measure_all(ours: Ours, repetitions: int, seed: int) -> dict[str, list[float]]:
+    measures: dict[str, Callable[[], float]] = {}
+    for case in COUNTS:
+        measures[f"ours {case}"] = lambda case=case: ours.rate(case, seed)
+        measures[f"subprocess {case}"] = lambda case=case: subprocess_rate(case, seed)
+        if case in FLOOR_COUNTS:
+            measures[f"floor {case}"] = lambda case=case: floor_rate(case)
+    measures["beside"] = ours.beside_endless
+    return interleave(measures, repetitions, lambda name: say(f"  {name}"))
+
+
+def rows_of(values: dict[str, list[float]], ours: Ours) -> list[Row]:
+    rows = []
+    for case in COUNTS:
+        rate = median(values[f"ours {case}"])
+        peer = median(values[f"subprocess {case}"])
+        rows.append(Row(case, rate, peer, TARGETS.get(case), "calls/s", "subprocess"))
+    for case in FLOOR_COUNTS:
+        rate, floor = median(values[f"ours {case}"]), median(values[f"floor {case}"])
+        target = ">= 0.333" if case == "print" else None
+        rows.append(Row(f"{case}, floor", rate, floor, target, "calls/s", "bare fork"))
+    for case in PROGRAMS:
+        saturated = ours.latencies[case]
+        p50, p99 = (1000 * quantile(saturated, q) for q in (0.5, 0.99))
+        rows.append(Row(f"{case}, saturated p99", p99, p50, "< 10", "ms", "p50"))
+        single = ours.unloaded(case, 40)
+        p50, p99 = (1000 * quantile(single, q) for q in (0.5, 0.99))
+        rows.append(Row(f"{case}, unloaded p99", p99, p50, None, "ms", "p50"))
+    worst, limit = 1000 * max(values["beside"]), 1000 * (LIMITS.wall_s or 0)
+    rows.append(Row("longest call beside an endless loop", worst, limit, "< 1", "ms", "its limit"))
+    rows.append(Row("warm-up has not seen the programs", warm_up_is_blind(), None, ">= 1"))
+    return rows
+
+
+def main() -> int:
+    parser = arguments(__doc__.split("\n")[0])
+    parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)))
+    args: argparse.Namespace = parser.parse_args()
+    os.sched_setaffinity(0, {args.core})
+    loop = asyncio.new_event_loop()
+    ours = Ours(loop)
+    isolation = ours.client.isolation
+    try:
+        for case in COUNTS:
+            ours.rate(case, args.seed)  # workers are made on first use
+        ours.latencies.clear()
+        values = measure_all(ours, 1 if args.quick else 5, args.seed)
+        rows = rows_of(values, ours)
+    finally:
+        ours.close()
+        loop.close()
+    notes = {"core": args.core, "slots": SLOTS, "isolation": isolation}
+    return finish("code environment, one core", rows, args, notes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""What all benchmarks share: interleaved repetitions, the table, --quick and --json, exit codes.
+
+    ours, the peer or floor, their ratio and the target, measured in one run
+    --quick   ends within a minute
+    --json    {"name", "rows": [{"case", "ours", "peer", "ratio", "target", "ok"}], "ok", ...}
+    exit code 1 when a target is missed
+
+Machine, versions and seed are part of the output: a figure without them means nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison. `target` reads like ">= 5" or "< 10" and is held against `ratio`.
+
+    Without a peer the target is held against `ours`; without a target the row informs only.
+    """
+
+    case: str
+    ours: float
+    peer: float | None = None
+    target: str | None = None
+    unit: str = ""
+    against: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        return self.ours / self.peer if self.peer else None
+
+    @property
+    def ok(self) -> bool | None:
+        if self.target is None:
+            return None
+        sign, bound = self.target.split()
+        value = self.ours if self.peer is None else self.ratio
+        assert value is not None, f"{self.case}: a target needs a value"
+        return {
+            ">=": value >= float(bound), ">": value > float(bound),
+            "<=": value <= float(bound), "<": value < float(bound), "==": value == float(bound),
+        }[sign]  # fmt: skip
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark takes."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="end within a minute")
+    parser.add_argument("--json", action="store_true", help="print JSON on stdout")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def interleave(
+    measures: Mapping[str, Callable[[], float]],
+    repetitions: int,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, list[float]]:
+    """Run every measure once per repetition, so that the machine's moods hit all alike."""
+    values: dict[str, list[float]] = {name: [] for name in measures}
+    for _ in range(repetitions):
+        for name, measure in measures.items():
+            if progress is not None:
+                progress(name)
+            values[name].append(measure())
+    return values
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+def spread(values: Sequence[float]) -> str:
+    """How far repetitions lie apart: 412 (390-431)."""
+    return f"{median(values):.3g} ({min(values):.3g}-{max(values):.3g})"
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    names = ("rstar2", "numpy", "sympy", "torch", "uvicorn", "msgspec")
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "load": round(os.getloadavg()[0], 2),
+        "versions": {name: found for name in names if (found := _version(name))},
+    }
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def finish(
+    name: str, rows: Sequence[Row], args: argparse.Namespace, notes: Mapping[str, Any] | None = None
+) -> int:
+    """Print the table or the JSON; the exit code says whether every target was met."""
+    ok = all(row.ok is not False for row in rows)
+    facts = {"machine": machine(), "seed": args.seed, "quick": args.quick, **(notes or {})}
+    if args.json:
+        body = [{**asdict(row), "ratio": row.ratio, "ok": row.ok} for row in rows]
+        json.dump({"name": name, "rows": body, "ok": ok, **facts}, sys.stdout)
+        print()
+        return 0 if ok else 1
+    table = Table("case", "ours", "peer", "ratio", "target", "", title=name, box=None)
+    for row in rows:
+        table.add_row(
+            row.case, f"{_number(row.ours)} {row.unit}",
+            f"{_number(row.peer)} {row.against}" if row.peer is not None else "",
+            f"{row.ratio:.2f}" if row.ratio is not None else "", row.target or "",
+            {True: "[green]ok[/]", False: "[red]missed[/]", None: ""}[row.ok],
+        )  # fmt: skip
+    console = Console()
+    console.print(table)
+    console.print(json.dumps(facts), style="dim", highlight=False, markup=False)
+    return 0 if ok else 1
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def say(text: str) -> None:
+    """Progress, on stderr."""
+    print(text, file=sys.stderr, flush=True)
