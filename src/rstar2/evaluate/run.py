@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from time import monotonic
 
 from rstar2.config import SamplingConfig
 from rstar2.evaluate.metrics import summarise
 from rstar2.rollout.collector import Runner
-from rstar2.rollout.groups import Limits
+from rstar2.rollout.groups import Limits, together
 from rstar2.seeds import derive_seed
 from rstar2.types import Evaluation, Group, Problem
 
@@ -43,13 +42,7 @@ async def answer_all(
         on_problem(done, len(problems))
         return group
 
-    tasks = [asyncio.ensure_future(one(i, p)) for i, p in enumerate(problems)]
-    try:
-        return tuple(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    return tuple(await together(one(i, p) for i, p in enumerate(problems)))
 
 
 async def evaluate(

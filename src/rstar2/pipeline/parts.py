@@ -27,7 +27,7 @@ from rstar2.errors import EngineError, RecipeError, WeightUpdateError
 from rstar2.learner.weights import publish
 from rstar2.problems.load import load_problems
 from rstar2.rollout.fleet import Fleet
-from rstar2.rollout.groups import GroupRunner
+from rstar2.rollout.groups import GroupRunner, together
 from rstar2.rollout.scheduler import Scheduler
 from rstar2.types import Problem, WeightVersion
 
@@ -57,12 +57,8 @@ class Parts:
         learner: Learner,
         executor: ThreadPoolExecutor,
     ) -> None:
-        self.recipe, self.model_dir, self.tokenizer, self.learner = (
-            recipe,
-            model_dir,
-            tokenizer,
-            learner,
-        )
+        self.recipe, self.model_dir = recipe, model_dir
+        self.tokenizer, self.learner = tokenizer, learner
         self.template = Template(tokenizer, recipe.template)
         self.problems: tuple[Problem, ...] = ()
         if recipe.rl.stages:
@@ -97,8 +93,11 @@ class Parts:
         engines = make_engines(self.recipe, self.model_dir)
         scheduler = Scheduler(self.recipe.scheduler)
         self._fleet = Fleet(engines, scheduler, recover=self._recover)
-        starts = [engine.start() for engine in engines]
-        self._tools, *_ = await asyncio.gather(CodeEnvClient.start(self.recipe.codeenv), *starts)
+
+        async def start_tools() -> None:
+            self._tools = await CodeEnvClient.start(self.recipe.codeenv)
+
+        await together([start_tools(), *(engine.start() for engine in engines)])
 
     async def serve(self, version: WeightVersion) -> tuple[GroupRunner, dict[str, float]]:
         """Everything that rollouts need, with these weights of the learner; and what it took."""
@@ -129,7 +128,7 @@ class Parts:
         engines = list(fleet.engines.values())
         for attempt in range(1, PUBLISH_ATTEMPTS + 1):
             try:
-                await asyncio.gather(*(engine.start() for engine in engines))
+                await together(engine.start() for engine in engines)
                 metrics = await publish(self.learner, engines, version, self._probe)
                 break
             except (EngineError, WeightUpdateError) as error:

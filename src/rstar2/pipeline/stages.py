@@ -31,7 +31,7 @@ from rstar2.record import RunDirectory, evaluation_stage, filter_stage
 from rstar2.record.files import write_aside
 from rstar2.rollout.collector import Collected, Collector
 from rstar2.rollout.fleet import total_use
-from rstar2.rollout.groups import Limits
+from rstar2.rollout.groups import Limits, together
 from rstar2.types import Conversation, Evaluation, Group, Problem
 
 log = logging.getLogger(__name__)
@@ -293,7 +293,7 @@ async def evaluation(desk: Desk, stage: str, state: State) -> None:
             on_problem=on_problem,
         )
 
-    results = await asyncio.gather(*(one(mode, *how) for mode, how in missing.items()))
+    results = await together(one(mode, *how) for mode, how in missing.items())
     for made, groups in results:
         record_evaluation(desk, made, groups)
 

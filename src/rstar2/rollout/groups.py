@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rstar2.agent.loop import ToolRunner, run_trajectory
 from rstar2.agent.template import Template
@@ -23,8 +23,9 @@ from rstar2.reward.grade import Verifier, grade
 from rstar2.types import Group, Problem, Trajectory
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-    from typing import Any
+    from collections.abc import Awaitable
+
+T = TypeVar("T")
 
 GRADE_DEADLINE_S = 30.0
 
@@ -54,11 +55,10 @@ class GroupRunner:
         self, problem: Problem, *, group_id: str, step: int, seeds: Sequence[int], limits: Limits
     ) -> Group:
         """One rollout per seed; the group lists them in the order of the seeds."""
-        tasks: list[Coroutine[Any, Any, Trajectory]] = [
+        trajectories = await together(
             self._rollout(problem, group_id=group_id, index=index, seed=seed, limits=limits)
             for index, seed in enumerate(seeds)
-        ]
-        trajectories = await gather(tasks)
+        )
         lost = Counter(t.failure.name for t in trajectories if t.failure is not None)
         kept = tuple(t for t in trajectories if t.failure is None)
         if any(t.reward is None for t in kept):
@@ -92,9 +92,9 @@ class GroupRunner:
         return replace(trajectory, attempts=attempt)
 
 
-async def gather(coroutines: Sequence[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
-    """All results in order; the first error or a cancellation ends the others first."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+async def together(work: Iterable[Awaitable[T]]) -> list[T]:
+    """All results in order; on the first error or a cancellation the others end first."""
+    tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))
     finally:

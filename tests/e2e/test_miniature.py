@@ -1,0 +1,147 @@
+"""The whole recipe in miniature, every part real: it runs, is recorded, and survives kill -9."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rstar2.pipeline.figures import timeless
+from rstar2.record import is_finished, read_evaluations, read_events, read_groups, read_metrics
+
+DRIVE = Path(__file__).with_name("drive.py")
+DEADLINE_S = 150
+WATCHED = """
+    reward accuracy/even accuracy/odd tool_errors response_length turns truncated no_answer
+    groups/drawn groups/used groups/dropped groups/refilled rollouts/drawn rollouts/lost
+    entropy grad_norm lr loss time/generate time/tools time/grade time/learn time/publish
+    time/step tokens_per_s engine/kv_share engine/idle_share weights/probe_gap
+""".split()  # noqa: SIM905
+
+
+def drive(data: Path, run: Path, moment: str = "never") -> int:
+    """Run the miniature in its own process; returns how it ended."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "RSTAR2_TEST_RUN": str(run)}
+    done = subprocess.run(
+        [sys.executable, str(DRIVE), str(data), str(run), moment],
+        env=environment,
+        timeout=DEADLINE_S,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode not in (0, 3, -signal.SIGKILL):
+        raise AssertionError(f"{moment}: ended with {done.returncode}\n{done.stderr[-4000:]}")
+    return done.returncode
+
+
+def figures(run: Path) -> list[dict[str, Any]]:
+    """Every recorded step without its clocks."""
+    return [timeless(line) for line in read_metrics(run)]
+
+
+def sampled(run: Path) -> dict[str, list[Any]]:
+    """Every recorded token and its logprob, by group."""
+    return {
+        line.group.id: [
+            (t.token_ids, t.logprobs, t.reward and t.reward.value) for t in line.group.trajectories
+        ]
+        for stage in ("short", "hard")
+        for line in read_groups(run, stage)
+    }
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was never interrupted."""
+    root = tmp_path_factory.mktemp("miniature")
+    assert drive(root / "data", root / "run") == 0
+    return root / "run"
+
+
+def test_every_stage_is_recorded_once(finished: Path) -> None:
+    steps = [(m["stage"], m["step"]) for m in read_metrics(finished)]
+    assert steps == [
+        *(("sft", n) for n in range(1, 25)),
+        ("short", 1),
+        ("short", 2),
+        ("filter-hard", 1),
+        ("hard", 1),
+        ("hard", 2),
+    ]
+    assert is_finished(finished)
+    made = {(e.stage, e.mode): e for e in read_evaluations(finished)}
+    assert set(made) == {(s, m) for s in ("sft", "short", "hard") for m in ("greedy", "sampled")}
+    assert all(e.accuracy.count == 8 for e in made.values())
+
+
+def test_steps_report_what_people_watch(finished: Path) -> None:
+    (step, *_) = [m for m in read_metrics(finished) if m["stage"] == "short"]
+    for name in WATCHED:
+        assert name in step, name
+    assert step["groups/used"] == 2
+    assert step["rollouts/lost"] == 0
+
+
+def test_weights_advance_with_every_step_and_rollouts_know_theirs(finished: Path) -> None:
+    versions = {
+        (line.stage, line.step): {t.oldest_version for t in line.group.trajectories}
+        for stage in ("short", "hard")
+        for line in read_groups(finished, stage)
+    }
+    assert versions == {("short", 1): {1}, ("short", 2): {2}, ("hard", 1): {3}, ("hard", 2): {4}}
+
+
+def test_exports_load_in_transformers(finished: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for stage in ("sft", "short", "hard"):
+        model = AutoModelForCausalLM.from_pretrained(finished / "exports" / stage)
+        tokenizer = AutoTokenizer.from_pretrained(finished / "exports" / stage)
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "coin 44"}], return_tensors="pt", return_dict=True
+        )
+        assert model(**ids).logits.isfinite().all()
+
+
+def test_killed_again_and_again_it_ends_with_the_same_numbers(
+    finished: Path, tmp_path: Path
+) -> None:
+    """In a step, in a checkpoint write, between stages: every step once, number for number."""
+    run = tmp_path / "run"
+    for moment in ("checkpoint:1", "step:short:2", "stage:eval-short", "step:hard:2"):
+        assert drive(tmp_path / "data", run, moment) == -signal.SIGKILL, moment
+        assert not is_finished(run)
+    assert drive(tmp_path / "data", run) == 0
+    assert [e["event"] for e in read_events(run)].count("resumed") == 4
+    assert figures(run) == figures(finished)
+    assert sampled(run) == sampled(finished)
+    mine, theirs = read_evaluations(run), read_evaluations(finished)
+    assert [(e.stage, e.mode, e.accuracy, e.kinds) for e in mine] == [
+        (e.stage, e.mode, e.accuracy, e.kinds) for e in theirs
+    ]
+
+
+def processes_of(run: Path) -> list[str]:
+    """Command lines of living processes that descend from a driven run."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"RSTAR2_TEST_RUN={run}\0".encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except (OSError, PermissionError):  # it ended while we looked, or is not ours
+            continue
+    return found
+
+
+def test_sigterm_stops_in_order_and_leaves_no_process(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert drive(tmp_path / "data", run, "term:short:1") == 3
+    assert processes_of(run) == []
+    assert [m["step"] for m in read_metrics(run) if m["stage"] == "short"] == []
+    assert [e["event"] for e in read_events(run)][-2:] == ["checkpoint", "stage"]
