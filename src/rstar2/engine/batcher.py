@@ -97,6 +97,10 @@ class Batcher:
         self._parked: OrderedDict[str, Parked] = OrderedDict()
         self._slabs: dict[int, Slab] = {}
         self._free_slots = list(range(max_sequences - 1, -1, -1))
+        device, dtype = decoder.device, decoder.dtype
+        self._columns = torch.arange(max(max_length, max_sequences), device=device)
+        self._masked = torch.tensor(-torch.inf, device=device, dtype=dtype)
+        self._seen = torch.tensor(0.0, device=device, dtype=dtype)
         n = max_sequences
         self._tokens = np.zeros((n, max_length), dtype=np.int64)
         self._logprobs = np.zeros((n, max_length), dtype=np.float32)
@@ -139,6 +143,7 @@ class Batcher:
             )
         self._waiting.append(request)
 
+    @torch.inference_mode()
     def cancel(self, request_id: int) -> bool:
         """Forget a request and free its KV; False when it has ended already."""
         for slot, request in self._running.items():
@@ -158,6 +163,7 @@ class Batcher:
             if request.session == session:
                 request.keep = False
 
+    @torch.inference_mode()
     def install(self, state: Mapping[str, torch.Tensor], version: int) -> None:
         """Take new weights between steps; running requests start over from their tokens."""
         self.decoder.install(state)
@@ -237,22 +243,21 @@ class Batcher:
             slots=np.array(slots, dtype=np.int64),
             decoding=len(order),
             chunks=chunks,
-            last=torch.tensor(last, device=device) if chunks else None,
+            last=torch.tensor(last, dtype=torch.long, device=device) if chunks else None,
         )
 
     def _decode_segment(self, slab: Slab, first: int) -> DecodeSegment:
         device = self.decoder.device
-        lengths = torch.from_numpy(self._computed[slab.owners[: slab.active]])
+        lengths = self._computed[slab.owners[: slab.active]]
         reach = int(lengths.max()) + 1
-        beyond = torch.arange(reach) > lengths[:, None]
-        mask = torch.zeros(beyond.shape, dtype=self.decoder.dtype)
-        mask = mask.masked_fill_(beyond, -torch.inf)
+        per_head = torch.from_numpy(np.repeat(lengths, self.decoder.shape.kv_heads)).to(device)
+        hidden = self._columns[:reach] > per_head[:, None, None]
         return DecodeSegment(
             slab=slab,
             first=first,
-            rows=torch.arange(slab.active, device=device),
-            positions=lengths.to(device),
-            mask=mask.repeat_interleave(self.decoder.shape.kv_heads, dim=0)[:, None].to(device),
+            rows=self._columns[: slab.active],
+            positions=torch.from_numpy(lengths).to(device),
+            mask=torch.where(hidden, self._masked, self._seen),
         )
 
     def _advance(self, plan: _Plan, logits: torch.Tensor | None) -> list[Ended]:

@@ -10,15 +10,19 @@ Invariants:
 - `Blocks.used` never exceeds `Blocks.total`; every take is paired with one give.
 - In a slab, rows [0, active) decode, rows [active, len(owners)) are being filled.
 
-Slabs grow by a quarter and shrink when less than half used, so the memory behind them can exceed
-the blocks in use by that slack; the budget counts blocks.
+The budget counts blocks in use. Slabs double when full and halve when a quarter is used, so the
+memory behind them can exceed that by as much; an empty slab holds none.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from rstar2.errors import InvariantError
+
+MIN_ROWS = 8
 
 
 class Blocks:
@@ -48,6 +52,25 @@ class Blocks:
         self.used -= count
 
 
+class LayerCache(NamedTuple):
+    """One layer of a slab, seen in the three ways attention needs."""
+
+    rows: torch.Tensor
+    """[2, rows, kv_heads, length, head_dim]: keys, then values."""
+    keys: torch.Tensor
+    """[rows * kv_heads, head_dim, length]"""
+    values: torch.Tensor
+    """[rows * kv_heads, length, head_dim]"""
+
+
+def _views(data: torch.Tensor) -> list[LayerCache]:
+    flat = data.flatten(2, 3)
+    return [
+        LayerCache(rows, keys.transpose(1, 2), values)
+        for rows, (keys, values) in zip(data, flat, strict=True)
+    ]
+
+
 class Slab:
     """Rows of one length. `owners[row]` is the slot whose keys and values the row holds."""
 
@@ -66,25 +89,25 @@ class Slab:
         self.active = 0
         shape = (layers, 2, 0, kv_heads, length, head_dim)
         self._data = torch.zeros(shape, device=device, dtype=dtype)
-        self._layers = self._data.unbind(0)
+        self._views = _views(self._data)
 
     def _resize(self, capacity: int) -> None:
         layers, two, _, *row = self._data.shape
-        # Zeros: masked keys are multiplied by 0, which uninitialised NaNs would survive.
-        data = self._data.new_zeros((layers, two, capacity, *row))
+        data = self._data.new_empty((layers, two, capacity, *row))
         live = len(self.owners)
-        if live:
-            data[:, :, :live] = self._data[:, :, :live]
+        data[:, :, :live] = self._data[:, :, :live]
+        # Masked values are multiplied by 0, which uninitialised NaNs would survive.
+        data[:, :, live:] = 0
         self._data = data
-        self._layers = data.unbind(0)
+        self._views = _views(data)
 
     @property
     def capacity(self) -> int:
         return self._data.shape[2]
 
-    def layer(self, index: int) -> torch.Tensor:
-        """[2, rows, kv_heads, length, head_dim] of one layer."""
-        return self._layers[index]
+    def layer(self, index: int) -> LayerCache:
+        """Views of one layer; valid until a row is added or removed."""
+        return self._views[index]
 
     def row(self, row: int, tokens: int) -> torch.Tensor:
         """The first `tokens` keys and values of a row: [layers, 2, kv_heads, tokens, head_dim]."""
@@ -93,7 +116,7 @@ class Slab:
     def add(self, owner: int) -> int:
         """Append a row that is being filled."""
         if len(self.owners) == self.capacity:
-            self._resize(self.capacity + max(4, self.capacity // 4))
+            self._resize(max(MIN_ROWS, 2 * self.capacity))
         self.owners.append(owner)
         return len(self.owners) - 1
 
@@ -120,8 +143,10 @@ class Slab:
             row = self.active
         moved += self._move(len(self.owners) - 1, row)
         self.owners.pop()
-        if self.capacity > 8 and len(self.owners) < self.capacity // 2:
-            self._resize(len(self.owners) + len(self.owners) // 4)
+        if not self.owners:
+            self._resize(0)
+        elif self.capacity > MIN_ROWS and 4 * len(self.owners) <= self.capacity:
+            self._resize(self.capacity // 2)
         return moved
 
     def _move(self, source: int, target: int) -> list[tuple[int, int]]:

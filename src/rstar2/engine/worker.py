@@ -10,6 +10,7 @@ when its parent dies.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import queue
@@ -93,22 +94,26 @@ class Worker:
         except RstarError as error:
             self._send(wire.Failed(0, str(error), isinstance(error, UserError)))
             return
+        reader = threading.Thread(target=self._read, name="engine-reader", daemon=True)
+        reader.start()
         blocks = self._batcher.blocks
-        self._send(wire.Ready(blocks.total * blocks.block, blocks.block))
-        threading.Thread(target=self._read, name="engine-reader", daemon=True).start()
         try:
+            self._send(wire.Ready(blocks.total * blocks.block, blocks.block))
             while self._handle_arrived():
                 self._report(self._batcher.step())
         except (BrokenPipeError, ConnectionResetError):
-            return  # the engine is gone; there is nobody left to tell
+            pass  # the engine is gone; there is nobody left to tell
+        finally:
+            # Wakes the reader, which would otherwise sit in recv on a closed socket.
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+            reader.join()
 
     def _read(self) -> None:
         """Turn frames into messages; None marks the end of the socket."""
-        try:
+        with contextlib.suppress(ConnectionResetError):
             while (body := wire.receive(self._sock)) is not None:
                 self._inbox.put(wire.read_for_worker(body))
-        except OSError as error:
-            print(f"rstar2 engine worker: socket lost: {error}", file=sys.stderr)  # noqa: T201
         self._inbox.put(None)
 
     def _send(self, message: wire.Message) -> None:
