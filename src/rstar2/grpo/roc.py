@@ -124,7 +124,8 @@ def resample_on_correct(
 def select(group: Group, config: RocConfig, seed: int) -> Selection:
     """Choose the rollouts of one group to learn from; every choice carries its reason."""
     members = [i for i, t in enumerate(group.trajectories) if t.reward is not None]
-    p_err, p_format = zip(*(penalties(t) for t in group.trajectories), strict=True)
+    found = [penalties(t) for t in group.trajectories]
+    p_err, p_format = [p for p, _ in found], [p for _, p in found]
     p_total = [
         p_err[i] * config.penalise_errors + p_format[i] * config.penalise_format for i in members
     ]

@@ -96,7 +96,7 @@ class Optimizers:
         rest = {n: p for n, p in named.items() if n not in muon}
         groups: list[dict[str, Any]] = [
             {"params": [p for p in rest.values() if p.ndim >= 2]},
-            {"params": [p for p in rest.values() if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in rest.values() if p.ndim < 2], "weight_decay": 0.0, "bare": True},
         ]
         adamw = torch.optim.AdamW(
             groups,
@@ -139,8 +139,7 @@ class Optimizers:
         self._all = [(o, rate) for (o, _), rate in zip(self._all, rates, strict=False)]
         for optimizer, _ in self._all:
             for group in optimizer.param_groups:
-                if group["weight_decay"]:
-                    group["weight_decay"] = config.weight_decay
+                group["weight_decay"] = 0.0 if group.get("bare") else config.weight_decay
                 if "betas" in group:
                     group["betas"] = config.betas
 

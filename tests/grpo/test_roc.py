@@ -1,0 +1,258 @@
+"""RoC against hand-computed and Monte-Carlo values; edge cases as tables."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rstar2.config import RocConfig
+from rstar2.errors import UserError
+from rstar2.grpo import roc
+from rstar2.grpo.roc import draw, error_penalty, format_penalty, quotas, resample_on_correct, select
+from rstar2.types import Outcome, StopReason
+
+ROC = RocConfig(drawn=8, kept=4)
+
+
+def inclusion(weights: list[float], count: int) -> list[float]:
+    """Exact probability that each item is among `count` successive draws, by enumeration."""
+    found = [0.0] * len(weights)
+    for order in itertools.permutations(range(len(weights)), count):
+        left, probability = sum(weights), 1.0
+        for item in order:
+            probability *= weights[item] / left
+            left -= weights[item]
+        for item in order:
+            found[item] += probability
+    return found
+
+
+class TestPenalties:
+    @pytest.mark.parametrize(
+        ("failed", "calls", "expected"),
+        [(0, 0, 0.5), (0, 3, 0.0), (1, 4, 0.25), (3, 3, 1.0)],
+    )
+    def test_error(self, failed: int, calls: int, expected: float) -> None:
+        assert error_penalty(failed, calls) == expected
+
+    @pytest.mark.parametrize(
+        ("tags", "turns", "expected"),
+        [
+            (0, 1, 1.0),
+            (0, 0, 1.0),
+            (1, 1, 0.0),
+            (1, 5, 0.0),
+            (2, 4, 0.25),
+            (3, 2, 1.0),
+            (9, 2, 1.0),
+        ],
+    )
+    def test_format(self, tags: int, turns: int, expected: float) -> None:
+        assert format_penalty(tags, turns) == expected
+
+    @pytest.mark.parametrize(
+        ("outcome", "p_err"),
+        [
+            (o, 0.0 if o in (Outcome.OK, Outcome.NO_OUTPUT) else 1.0)
+            for o in Outcome
+            if o is not Outcome.INFRASTRUCTURE
+        ]
+        + [(Outcome.INFRASTRUCTURE, 0.5)],
+    )
+    def test_every_outcome_is_counted_by_its_type(self, trajectory, outcome, p_err) -> None:
+        assert roc.penalties(trajectory(outcomes=(outcome,)))[0] == p_err
+
+    def test_one_clean_turn_has_no_format_penalty(self, trajectory) -> None:
+        """The released code misses the first turn and gives it 1."""
+        assert roc.penalties(trajectory(outcomes=(), turns=1, tags=1)) == (0.5, 0.0)
+
+    def test_all_turns_are_counted(self, trajectory) -> None:
+        made = trajectory(outcomes=(Outcome.OK, Outcome.TIMEOUT, Outcome.OK), tags=3)
+        assert roc.penalties(made) == (1 / 3, 2 / 4)
+
+    def test_text_is_not_read(self, trajectory) -> None:
+        made = trajectory()
+        assert roc.penalties(replace(made, text="max error 0.1")) == roc.penalties(made)
+
+
+class TestQuotas:
+    @pytest.mark.parametrize(
+        ("positives", "negatives", "keep", "minima", "expected"),
+        [
+            (16, 16, 16, (1, 1), (8, 8)),
+            (31, 1, 16, (1, 1), (15, 1)),  # floor(1 / 2) = 0, raised to the minimum
+            (31, 1, 16, (1, 0), (16, 0)),
+            (1, 31, 16, (1, 1), (1, 15)),
+            (29, 3, 16, (1, 1), (15, 1)),  # odd: floor(3 / 2)
+            (29, 3, 16, (2, 2), (14, 2)),
+            (3, 29, 16, (1, 1), (2, 14)),
+            (32, 0, 16, (1, 1), (16, 0)),
+            (0, 32, 16, (1, 1), (0, 16)),
+            (0, 0, 16, (1, 1), (0, 0)),
+            (20, 10, 16, (1, 1), (11, 5)),  # two members lost: floor(10 * 16 / 30)
+            (10, 3, 16, (1, 1), (10, 3)),  # not larger than G: all
+            (6, 18, 6, (1, 1), (2, 4)),  # kept / drawn other than one half
+            (1, 5, 2, (2, 2), (1, 1)),  # minima that do not fit: successes first
+            (5, 5, 2, (2, 2), (2, 0)),
+        ],
+    )
+    def test_table(self, positives, negatives, keep, minima, expected) -> None:
+        assert quotas(positives, negatives, keep, *minima) == expected
+
+    @given(
+        st.integers(0, 40),
+        st.integers(0, 40),
+        st.integers(1, 40),
+        st.integers(0, 4),
+        st.integers(0, 4),
+    )
+    def test_is_always_possible_and_full(self, positives, negatives, keep, low, high) -> None:
+        k_pos, k_neg = quotas(positives, negatives, keep, low, high)
+        assert 0 <= k_pos <= positives
+        assert 0 <= k_neg <= negatives
+        assert k_pos + k_neg == min(keep, positives + negatives)
+        assert k_pos >= min(low, positives, keep)
+
+
+class TestDraw:
+    def test_two_successes_by_hand(self) -> None:
+        """Penalties 0 and 0.5, epsilon 0.05: weights 20 and 1 / 0.55, so 11 / 12 and 1 / 12."""
+        counts: Counter[int] = Counter()
+        for seed in range(20_000):
+            kept = resample_on_correct([1, 1, 0, 0], [0.0, 0.5, 0, 0], 2, seed)
+            counts.update(i for i in kept if i < 2)
+        assert counts[0] / 20_000 == pytest.approx(11 / 12, abs=0.008)
+        assert counts[1] / 20_000 == pytest.approx(1 / 12, abs=0.008)
+
+    def test_enumeration_agrees_with_hand_values(self) -> None:
+        """Weights 2, 1, 1 and two draws: 1 - P(not 0) = 1 - 2 * (1/4 * 1/3) = 5/6, others 7/12."""
+        assert inclusion([2.0, 1.0, 1.0], 2) == pytest.approx([5 / 6, 7 / 12, 7 / 12])
+
+    @pytest.mark.parametrize("count", [1, 2, 3, 4])
+    def test_monte_carlo_matches_successive_sampling(self, count: int) -> None:
+        penalties = [0.0, 0.1, 0.5, 1.0, 1.5]
+        weights = [1 / (0.05 + p) for p in penalties]
+        rng, trials = random.Random(count), 20_000
+        counts = Counter(i for _ in range(trials) for i in draw(weights, count, rng))
+        expected = inclusion(weights, count)
+        for item, probability in enumerate(expected):
+            error = 4.5 * (probability * (1 - probability) / trials) ** 0.5 + 1e-9
+            assert counts[item] / trials == pytest.approx(probability, abs=error)
+
+    def test_failures_are_uniform(self) -> None:
+        counts: Counter[int] = Counter()
+        for seed in range(10_000):
+            kept = resample_on_correct(
+                [0, 0, 0, 0, 1, 1, 1, 1], [1.5, 0, 1, 0.3] + [0.5] * 4, 4, seed
+            )
+            counts.update(i for i in kept if i < 4)
+        assert all(counts[i] / 10_000 == pytest.approx(0.5, abs=0.025) for i in range(4))
+
+    @given(
+        st.lists(st.tuples(st.booleans(), st.floats(0, 2)), min_size=1, max_size=40),
+        st.integers(1, 32),
+    )
+    def test_keeps_distinct_members(self, members, keep) -> None:
+        rewards = [float(r) for r, _ in members]
+        kept = resample_on_correct(rewards, [p for _, p in members], keep, 7)
+        assert len(kept) == len(set(kept)) == min(keep, len(members))
+        assert kept == sorted(kept)
+
+    def test_refuses_arrays_that_do_not_fit(self) -> None:
+        with pytest.raises(UserError, match="2 rewards but 1 penalties"):
+            resample_on_correct([1, 0], [0.0], 1, 0)
+
+    def test_needs_no_torch(self) -> None:
+        code = "import sys, rstar2.grpo; sys.exit('torch' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+class TestSelect:
+    def mixed(self, trajectory, group, positives: int, negatives: int):
+        kinds = [1.0] * positives + [0.0] * negatives
+        return group([trajectory(i, reward) for i, reward in enumerate(kinds)])
+
+    def test_is_a_function_of_group_and_seed(self, trajectory, group) -> None:
+        made = self.mixed(trajectory, group, 5, 5)
+        assert select(made, ROC, 1) == select(made, ROC, 1)
+        picks = {select(made, ROC, seed).kept for seed in range(30)}
+        assert len(picks) > 5
+        other = replace(made, id="h")
+        assert any(select(made, ROC, s).kept != select(other, ROC, s).kept for s in range(10))
+
+    @pytest.mark.parametrize("variant", ["roc", "uniform", "none", "release"])
+    def test_every_choice_has_a_reason(self, trajectory, group, variant) -> None:
+        made = self.mixed(trajectory, group, 4, 4)
+        chosen = select(made, ROC.model_copy(update={"variant": variant}), 3)
+        assert len(chosen.kept) == 4
+        assert chosen.variant == variant
+        assert [c.trajectory_id for c in chosen.choices] == [t.id for t in made.trajectories]
+        assert all(c.reason for c in chosen.choices)
+        kept = {c.reason for c in chosen.choices if c.kept}
+        assert kept.isdisjoint(c.reason for c in chosen.choices if not c.kept)
+
+    def test_weight_is_what_was_drawn_by(self, trajectory, group) -> None:
+        clean, dirty = trajectory(0), trajectory(1, outcomes=(Outcome.EXCEPTION,))
+        made = group([clean, dirty, trajectory(2, 0.0), trajectory(3, 0.0), trajectory(4, 0.0)])
+        choices = select(made, ROC, 0).choices
+        assert [c.weight for c in choices] == pytest.approx([20.0, 1 / 1.05, 1, 1, 1])
+
+    @pytest.mark.parametrize(
+        ("switch", "weight"), [("penalise_errors", 1 / 1.05), ("penalise_format", 1 / 1.05)]
+    )
+    def test_penalties_switch_off_one_by_one(self, trajectory, group, switch, weight) -> None:
+        dirty = trajectory(0, outcomes=(Outcome.TIMEOUT,), tags=0)
+        made = group([dirty] + [trajectory(i, 0.0) for i in range(1, 6)])
+        choice = select(made, ROC.model_copy(update={switch: False}), 0).choices[0]
+        assert choice.weight == pytest.approx(weight)
+        assert (choice.p_err, choice.p_format) == (1.0, 1.0)
+
+    def test_short_group_is_kept_whole(self, trajectory, group) -> None:
+        chosen = select(self.mixed(trajectory, group, 1, 2), ROC, 0)
+        assert chosen.kept == (0, 1, 2)
+        assert {c.reason for c in chosen.choices} == {roc.WHOLE}
+
+    def test_member_without_reward_is_never_kept(self, trajectory, group) -> None:
+        lost = trajectory(0, None, stop=StopReason.ENGINE_FAILED)
+        made = group([lost] + [trajectory(i, float(i % 2)) for i in range(1, 4)])
+        for seed in range(5):
+            chosen = select(made, ROC, seed)
+            assert chosen.kept == (1, 2, 3)
+            assert chosen.choices[0].reason == roc.NO_REWARD
+
+    def test_empty_group(self, group) -> None:
+        assert select(group([]), ROC, 0).choices == ()
+
+    def test_none_takes_the_first(self, trajectory, group) -> None:
+        config = ROC.model_copy(update={"variant": "none"})
+        assert select(self.mixed(trajectory, group, 2, 6), config, 5).kept == (0, 1, 2, 3)
+
+    def test_uniform_ignores_rewards_and_penalties(self, trajectory, group) -> None:
+        config = ROC.model_copy(update={"variant": "uniform"})
+        made = group([trajectory(i, float(i < 2), tags=i % 3) for i in range(8)])
+        counts = Counter(i for s in range(4000) for i in select(made, config, s).kept)
+        assert all(counts[i] / 4000 == pytest.approx(0.5, abs=0.04) for i in range(8))
+
+    def test_release_takes_cleanest_successes_and_first_failures(self, trajectory, group) -> None:
+        config = ROC.model_copy(update={"variant": "release"})
+        made = group(
+            [
+                trajectory(0, 1.0, (Outcome.EXCEPTION,)),
+                trajectory(1, 0.0),
+                trajectory(2, 1.0),
+                trajectory(3, 0.0),
+                trajectory(4, 1.0, ()),
+                trajectory(5, 0.0),
+                trajectory(6, 0.0),
+                trajectory(7, 1.0, (Outcome.OK, Outcome.TIMEOUT)),
+            ]
+        )
+        assert select(made, config, 0).kept == select(made, config, 9).kept == (1, 2, 3, 4)
