@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from rstar2.codeenv.protocol import RunRequest
@@ -33,11 +33,13 @@ class CallRunner:
 
     tools: ToolRunner
     agent: AgentConfig
+    on_result: Callable[[int, ToolCall, ToolResult], None] | None = None
     invalid: int = 0
     failure: Failure | None = None
-    on_result: Callable[[ToolCall, ToolResult], None] = field(default=lambda _call, _result: None)
 
-    async def run(self, calls: Sequence[ToolCall], results: list[ToolResult]) -> StopReason | None:
+    async def run(
+        self, turn: int, calls: Sequence[ToolCall], results: list[ToolResult]
+    ) -> StopReason | None:
         """Fill `results` in order; the reason why the rollout must stop, if there is one."""
         for call in calls:
             if call.error is not None:
@@ -55,7 +57,8 @@ class CallRunner:
                 message = result.message or "a tool call could not be executed"
                 self.failure = failure_of(CodeEnvError(message))
                 return StopReason.TOOL_FAILED
-            self.on_result(call, result)
+            if self.on_result is not None:
+                self.on_result(turn, call, result)
             if self.invalid >= self.agent.invalid_calls:
                 return StopReason.INVALID_CALLS
         return None

@@ -80,6 +80,15 @@ Event = Sampled | Returned
 Observer = Callable[[Event], None]
 
 
+def reporter(
+    observer: Observer | None, shown: Callable[[ToolResult], str]
+) -> Callable[[int, ToolCall, ToolResult], None] | None:
+    """What tells an observer of a tool result, as the model will read it."""
+    if observer is None:
+        return None
+    return lambda turn, call, result: observer(Returned(turn, call, result, shown(result)))
+
+
 # --------------------------------------------------------------------------- the loop
 
 
@@ -101,8 +110,9 @@ async def run_trajectory(
 ) -> Trajectory:
     """Roll one problem out. `prompt_ids` replaces the problem's own prompt (chat follow-ups)."""
     start = tuple(template.prompt_ids(problem) if prompt_ids is None else prompt_ids)
+    calls = CallRunner(tools, agent, reporter(observer, template.tool_text))
     rollout = _Rollout(
-        id, seed, start, generator, CallRunner(tools, agent), template, agent, sampling, max_length,
+        id, seed, start, generator, calls, template, agent, sampling, max_length,
         max_turns, observer,
     )  # fmt: skip
     started_at, clock = time.time(), time.perf_counter()
@@ -174,7 +184,8 @@ class _Rollout:
         results: list[ToolResult] = []
         response: tuple[int, ...] = ()
         if stop is None:
-            stop = await self._call_tools(index, parsed.calls, results)
+            stop = await self.calls.run(index, parsed.calls, results)
+            self.failure = self.calls.failure
         if stop is None:
             stop, response = self._respond(generation, parsed.calls, results)
         self.turns.append(
@@ -240,18 +251,6 @@ class _Rollout:
         if index + 1 >= self.max_turns:
             return StopReason.MAX_TURNS
         return None
-
-    async def _call_tools(
-        self, index: int, calls: Sequence[ToolCall], results: list[ToolResult]
-    ) -> StopReason | None:
-        self.calls.on_result = lambda call, result: self._returned(index, call, result)
-        stop = await self.calls.run(calls, results)
-        self.failure = self.calls.failure
-        return stop
-
-    def _returned(self, index: int, call: ToolCall, result: ToolResult) -> None:
-        if self.observer is not None:
-            self.observer(Returned(index, call, result, self.template.tool_text(result)))
 
     def _respond(
         self, generation: Generation, calls: Sequence[ToolCall], results: Sequence[ToolResult]

@@ -1,0 +1,367 @@
+"""`rstar2 chat`: watch an agent think, call Python, read what came back, and answer.
+
+Works with any small transformers directory (embedded engine, streamed by the token), with a run
+directory (its newest export), and with an OpenAI-compatible endpoint. One message given on the
+command line is answered once; without one, every line of standard input is a message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Protocol
+
+import typer
+from rich.console import Console
+
+from rstar2.agent.loop import Event, Returned, run_trajectory
+from rstar2.agent.template import Template, settings_of
+from rstar2.cli.painter import Painter
+from rstar2.codeenv.client import CodeEnvClient
+from rstar2.config import AgentConfig, CodeEnvConfig, SamplingConfig, TemplateConfig
+from rstar2.errors import UserError
+from rstar2.types import Generation, Message, Problem, Sampling, StopReason, Trajectory, encode
+
+if TYPE_CHECKING:
+    from rstar2.agent.dialogue import Dialogue
+    from rstar2.engine.embedded import EmbeddedEngine
+
+progress = Console(stderr=True)
+
+Prompt = Annotated[str | None, typer.Argument(help="one message; without it, lines of stdin")]
+Model = Annotated[
+    Path | None, typer.Option(help="a transformers directory, or a run directory of rstar2")
+]
+Url = Annotated[str | None, typer.Option(help="an OpenAI-compatible endpoint instead of --model")]
+Served = Annotated[str | None, typer.Option("--served-model", help="which of the endpoint's")]
+Key = Annotated[
+    str | None, typer.Option(envvar="OPENAI_API_KEY", help="for the endpoint", show_envvar=True)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="one JSON trajectory per message on stdout")]
+Turns = Annotated[int, typer.Option(min=1, help="assistant turns per message")]
+Length = Annotated[int, typer.Option(min=16, help="tokens of the whole conversation")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy")]
+Seed = Annotated[int, typer.Option(help="of sampling")]
+System = Annotated[
+    str, typer.Option(help="system text: paper, none, or auto (as the checkpoint was trained)")
+]
+CodeEnv = Annotated[
+    list[str] | None, typer.Option(help="code environment to use; without it, one is started")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What one chat was asked for."""
+
+    max_turns: int
+    max_length: int
+    sampling: SamplingConfig
+    seed: int
+    as_json: bool
+
+
+class Speaker(Protocol):
+    """Answers messages of one conversation, in order."""
+
+    async def say(self, text: str) -> Trajectory: ...
+
+
+def chat(
+    prompt: Prompt = None,
+    model: Model = None,
+    url: Url = None,
+    served_model: Served = None,
+    api_key: Key = None,
+    as_json: AsJson = False,
+    max_turns: Turns = 10,
+    max_length: Length = 4096,
+    temperature: Temperature = 0.6,
+    seed: Seed = 0,
+    system: System = "auto",
+    codeenv: CodeEnv = None,
+) -> None:
+    """Watch an agent think, call Python, read what came back, and answer."""
+    if (model is None) == (url is None):
+        raise UserError("chat needs either --model DIR or --url URL")
+    if system not in ("auto", "paper", "none"):
+        raise UserError(f"--system {system!r}: expected auto, paper or none")
+    sampling = SamplingConfig(temperature=temperature)
+    options = Options(max_turns, max_length, sampling, seed, as_json)
+
+    async def run() -> bool:
+        async with AsyncExitStack() as stack:
+            with progress.status("starting the code environment and the model"):
+                tools = await CodeEnvClient.start(CodeEnvConfig(urls=tuple(codeenv or ())))
+                await stack.enter_async_context(tools)
+                speaker: Speaker
+                if url is not None:
+                    speaker = await _endpoint(
+                        stack, url, served_model, api_key, tools, options, system
+                    )
+                elif model is not None:
+                    speaker = await _embedded(stack, model, tools, options, system)
+            return await converse(speaker, prompt, options)
+
+    if not asyncio.run(run()):
+        raise typer.Exit(1)
+
+
+async def converse(speaker: Speaker, prompt: str | None, options: Options) -> bool:
+    """Answer one message or every line of stdin; False if infrastructure failed at the end."""
+    trajectory: Trajectory | None = None
+    async for text in _messages(prompt, quiet=options.as_json):
+        trajectory = await speaker.say(text)
+        if options.as_json:
+            sys.stdout.write(encode(trajectory).decode() + "\n")
+            sys.stdout.flush()
+        if trajectory.failure is not None:
+            progress.print(f"{trajectory.stop}: {trajectory.failure.message}", style="red")
+            break
+        if not options.as_json:
+            progress.print(_summary(trajectory), style="dim")
+        if trajectory.stop is StopReason.MAX_LENGTH:
+            progress.print(_too_long(trajectory, options), style="red")
+            break
+    return trajectory is None or trajectory.failure is None
+
+
+async def _messages(prompt: str | None, *, quiet: bool) -> AsyncIterator[str]:
+    """The message of the command line, or lines of stdin until it ends."""
+    if prompt is not None:
+        yield prompt
+        return
+    loop = asyncio.get_running_loop()
+    lines: asyncio.Queue[str | None] = asyncio.Queue()
+
+    def read() -> None:  # in a daemon thread: a blocking read must not hold up the exit
+        for line in sys.stdin:
+            loop.call_soon_threadsafe(lines.put_nowait, line)
+        loop.call_soon_threadsafe(lines.put_nowait, None)
+
+    threading.Thread(target=read, daemon=True, name="stdin").start()
+    while True:
+        if sys.stdin.isatty() and not quiet:
+            progress.print("> ", end="", style="bold")
+        line = await lines.get()  # as long as the user thinks
+        if line is None:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _summary(trajectory: Trajectory) -> str:
+    calls = f"{trajectory.calls} calls" if trajectory.calls != 1 else "1 call"
+    failed = f", {trajectory.failed_calls} failed" if trajectory.failed_calls else ""
+    tokens = f", {trajectory.sampled_tokens} tokens" if trajectory.sampled_tokens else ""
+    answer = f"answer: {trajectory.answer}, " if trajectory.answer is not None else ""
+    return f"[{answer}{trajectory.stop}, {calls}{failed}{tokens}, {trajectory.wall_s:.1f} s]"
+
+
+def _too_long(trajectory: Trajectory, options: Options) -> str:
+    if trajectory.prompt_ids and not trajectory.turns:
+        return (
+            f"the prompt has {len(trajectory.prompt_ids)} tokens and the conversation may have "
+            f"{options.max_length}: raise --max-length, or try --system none"
+        )
+    return f"the conversation reached {options.max_length} tokens (--max-length)"
+
+
+# --------------------------------------------------------------------------- embedded engine
+
+
+def model_directory(path: Path) -> Path:
+    """The directory that holds the weights: the path itself, or a run's newest export."""
+    if (path / "config.json").is_file():
+        return path
+    exports = [entry.parent for entry in (path / "exports").glob("*/config.json")]
+    if not exports:
+        raise UserError(
+            f"--model {path}: no config.json here and no exports/ of a run: give a directory that "
+            "transformers can load, or a run directory"
+        )
+    return max(exports, key=lambda entry: entry.stat().st_mtime)
+
+
+def longest(directory: Path, asked: int) -> int:
+    """The asked-for length, or what the model's positions allow if that is less."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    return min(asked, int(config.get("max_position_embeddings") or asked))
+
+
+@dataclass(slots=True)
+class Streaming:
+    """An engine that also shows its tokens while they are sampled."""
+
+    engine: EmbeddedEngine
+    template: Template
+    show: Callable[[str], None]
+    turn_ended: Callable[[], None]
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, deadline_s: float
+    ) -> Generation:
+        ids: list[int] = []
+        shown = 0
+
+        def on_token(tokens: list[int]) -> None:
+            nonlocal shown
+            ids.extend(tokens)
+            text = self.template.turn_text(ids)
+            if not text.endswith("\ufffd"):  # else: the rest of a character is still to come
+                self.show(text[shown:])
+                shown = len(text)
+
+        generation = await self.engine.generate(
+            prompt_ids, sampling, session=session, deadline_s=deadline_s, on_token=on_token
+        )
+        self.turn_ended()
+        return generation
+
+    async def release(self, session: str) -> None:
+        await self.engine.release(session)
+
+
+class EmbeddedSpeaker:
+    """A conversation with a local model, exact to the token across messages."""
+
+    def __init__(
+        self, engine: EmbeddedEngine, template: Template, tools: CodeEnvClient, options: Options
+    ) -> None:
+        self._template, self._tools, self._options = template, tools, options
+        self._painter = None if options.as_json else Painter(Console())
+        show = self._painter.feed if self._painter else lambda _text: None
+        end = self._painter.end if self._painter else lambda: None
+        self._generator = Streaming(engine, template, show, end)
+        self._last: Trajectory | None = None
+        self._count = 0
+
+    async def say(self, text: str) -> Trajectory:
+        problem = Problem(f"chat-{self._count}", text, "")
+        prompt = self._prompt(problem)
+        if self._painter is not None and self._template.config.prefill_reason and self._count == 0:
+            self._painter.feed("<reason>")
+        self._last = await run_trajectory(
+            problem,
+            id=f"chat/{self._count}",
+            group_id="chat",
+            seed=self._options.seed,
+            generator=self._generator,
+            tools=self._tools,
+            template=self._template,
+            agent=AgentConfig(),
+            sampling=self._options.sampling,
+            max_length=self._options.max_length,
+            max_turns=self._options.max_turns,
+            observer=_observer(self._painter),
+            prompt_ids=prompt,
+        )
+        self._count += 1
+        return self._last
+
+    def _prompt(self, problem: Problem) -> tuple[int, ...]:
+        if self._last is None or not self._last.turns:
+            return self._template.prompt_ids(problem)
+        closed = self._last.turns[-1].sampled_ids[-1] in self._template.stop_ids
+        follow_up = self._template.follow_up(problem.prompt, closed=closed)
+        return self._last.token_ids + follow_up.ids
+
+
+async def _embedded(
+    stack: AsyncExitStack, path: Path, tools: CodeEnvClient, options: Options, system: str
+) -> EmbeddedSpeaker:
+    directory = model_directory(path)
+    options = replace(options, max_length=longest(directory, options.max_length))
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # heavy: not for --help
+
+    from rstar2.engine.embedded import EmbeddedEngine
+
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise UserError(f"--model {path}: its tokenizer has no tokenizer.json")
+    template = Template(tokenizer, _settings(settings_of(tokenizer), system))
+    engine = EmbeddedEngine(
+        directory,
+        kv_tokens=options.max_length + 64,
+        max_sequences=1,
+        max_length=options.max_length,
+    )
+    await engine.start()
+    stack.push_async_callback(engine.close)
+    return EmbeddedSpeaker(engine, template, tools, options)
+
+
+def _settings(saved: TemplateConfig | None, system: str) -> TemplateConfig:
+    if system == "auto":
+        return saved or TemplateConfig()
+    prefill = saved.prefill_reason if saved is not None else True
+    return TemplateConfig.model_validate(
+        {"system": system, "instruction": system, "prefill_reason": prefill}
+    )
+
+
+# --------------------------------------------------------------------------- endpoint
+
+
+class EndpointSpeaker:
+    """A conversation with an endpoint that speaks text."""
+
+    def __init__(self, dialogue: Dialogue, config: TemplateConfig, options: Options) -> None:
+        self._dialogue, self._config, self._options = dialogue, config, options
+        self._painter = None if options.as_json else Painter(Console())
+        if self._painter is not None:
+            dialogue.on_text = self._painter.feed
+        dialogue.observer = _observer(self._painter, end_turns=True)
+        self._count = 0
+
+    async def say(self, text: str) -> Trajectory:
+        from rstar2.agent.dialogue import opening
+
+        problem = Problem(f"chat-{self._count}", text, "")
+        if self._count == 0:
+            self._dialogue.messages.extend(opening(problem, self._config))
+        else:
+            self._dialogue.messages.append(Message("user", text))
+        id = f"chat/{self._count}"
+        self._count += 1
+        return await self._dialogue.run(problem, id=id, group_id="chat", seed=self._options.seed)
+
+
+async def _endpoint(
+    stack: AsyncExitStack,
+    url: str,
+    served: str | None,
+    api_key: str | None,
+    tools: CodeEnvClient,
+    options: Options,
+    system: str,
+) -> EndpointSpeaker:
+    from rstar2.agent.dialogue import Dialogue
+    from rstar2.engine.openai import OpenAIChat
+
+    model = await stack.enter_async_context(OpenAIChat(url, model=served, api_key=api_key))
+    dialogue = Dialogue(
+        model, tools, AgentConfig(), options.sampling, [], options.max_length, options.max_turns
+    )
+    return EndpointSpeaker(dialogue, _settings(None, system), options)
+
+
+def _observer(painter: Painter | None, *, end_turns: bool = False) -> Callable[[Event], None]:
+    """Shows what came back from the tool; an endpoint's turns also end here."""
+
+    def observe(event: Event) -> None:
+        if painter is None:
+            return
+        if isinstance(event, Returned):
+            painter.feed(f"<tool_response>\n{event.text}\n</tool_response>")
+            painter.end()
+        elif end_turns:
+            painter.end()
+
+    return observe
