@@ -73,7 +73,7 @@ def hierarchies() -> list[Hierarchy]:
         return found
     for line in mounts:
         left, _, right = line.partition(" - ")
-        fields, (kind, _, options) = left.split(), (right.split() + ["", "", ""])[:3]
+        fields, (kind, _, options) = left.split(), [*right.split(), "", "", ""][:3]
         root, mount_point = fields[3], fields[4]
         if kind == "cgroup":
             for controller in {"memory", "pids"} & set(options.split(",")):

@@ -129,7 +129,7 @@ class SessionWorker(Worker):
                 time.monotonic() - call.started,
                 spent,
                 max(0, peak - self.base_rss_kb) / 1024,
-            )  # fmt: skip
+            )
         )
 
     def _hand_over(self, call: Call, head: Head, theirs: socket.socket, order: bytes) -> bool:
@@ -305,7 +305,7 @@ def _run_in_clone(
     descriptors: list[int], namespace: dict[str, Any], limit: int, sock: socket.socket
 ) -> None:
     """Run one program of a session; returns only if it succeeded."""
-    with open(descriptors[0], "rb", closefd=False) as file:  # noqa: PTH123 - a descriptor
+    with open(descriptors[0], "rb", closefd=False) as file:
         source = file.read().decode("utf-8", "replace")
     for target, descriptor in enumerate(descriptors[1:5]):
         os.dup2(descriptor, target)

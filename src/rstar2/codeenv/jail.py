@@ -100,7 +100,7 @@ def readable_paths() -> list[str]:
     wanted = [sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix, package]
     paths: list[str] = []
     for path in (*wanted, *_SYSTEM):
-        path = os.path.abspath(path)  # noqa: PTH100 - symlinks are kept as they are spelled
+        path = os.path.abspath(path)  # not resolved: symlinks are kept as spelled
         for spelled in (path, os.path.realpath(path)):
             if spelled != "/" and os.path.lexists(spelled) and spelled not in paths:
                 paths.append(spelled)

@@ -75,10 +75,11 @@ def execute(source: str, namespace: dict[str, Any], limit: int) -> Record:
     """Run a program; its last expression becomes the value if nothing was printed."""
     linecache.cache[FILENAME] = (len(source), None, source.splitlines(True), FILENAME)
     try:
-        tree = compile(source, FILENAME, "exec", ast.PyCF_ONLY_AST)
+        tree: ast.Module = ast.parse(source, FILENAME)
         last = None
-        if tree.body and type(tree.body[-1]) is ast.Expr:
-            last = ast.Expression(tree.body.pop().value)
+        if tree.body and isinstance(tree.body[-1], ast.Expr):
+            last = ast.Expression(tree.body[-1].value)
+            tree.body.pop()
         program = compile(tree, FILENAME, "exec")
         expression = compile(last, FILENAME, "eval") if last is not None else None
     except SyntaxError as error:

@@ -16,6 +16,7 @@ import errno
 import struct
 
 from rstar2.codeenv import syscalls
+from rstar2.codeenv.syscalls import words
 
 _LD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -31,29 +32,33 @@ _PR_SET_PDEATHSIG = 1
 _IOCTL_ALLOWED = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """TCGETS (isatty), TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 
-_ALWAYS = """
+_ALWAYS = words(
+    """
 read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 open openat creat close
 close_range stat fstat lstat newfstatat statx lseek mmap munmap mprotect mremap madvise msync
 mincore brk membarrier rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigtimedwait
-rt_sigsuspend sigaltstack pause alarm setitimer getitimer timer_create timer_settime timer_gettime
-timer_getoverrun timer_delete timerfd_create timerfd_settime timerfd_gettime signalfd signalfd4
-access faccessat faccessat2 pipe pipe2 select pselect6 poll ppoll epoll_create epoll_create1
-epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd eventfd2 sched_yield sched_getaffinity
-sched_getparam sched_getscheduler sched_get_priority_max sched_get_priority_min
-sched_rr_get_interval getpriority dup dup2 dup3 nanosleep clock_nanosleep clock_gettime
-clock_getres gettimeofday time times getrusage sysinfo uname getpid gettid getppid getuid geteuid
-getgid getegid getresuid getresgid getgroups getpgid getpgrp setpgid getsid setsid execve execveat
-exit exit_group wait4 waitid fcntl flock fsync fdatasync truncate ftruncate fallocate getdents
-getdents64 getcwd chdir fchdir rename renameat renameat2 mkdir mkdirat rmdir link linkat unlink
-unlinkat symlink symlinkat readlink readlinkat umask statfs fstatfs getrlimit setrlimit arch_prctl
-capget set_tid_address set_robust_list get_robust_list futex futex_waitv rseq getrandom getcpu
-restart_syscall fadvise64 sendfile copy_file_range sendto recvfrom sendmsg
-recvmsg shutdown getsockname getpeername setsockopt getsockopt sendmmsg recvmmsg pidfd_open
-kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_send_signal fork vfork
-""".split()
-_UNIX_SOCKETS = "bind listen accept accept4 connect".split()
-_METADATA = "chmod fchmod fchmodat fchmodat2 utime utimes utimensat futimesat".split()
-"""Landlock does not cover these, so without a mount namespace they would reach foreign files."""
+rt_sigsuspend sigaltstack pause alarm setitimer getitimer timer_create timer_settime
+timer_gettime timer_getoverrun timer_delete timerfd_create timerfd_settime timerfd_gettime
+signalfd signalfd4 access faccessat faccessat2 pipe pipe2 select pselect6 poll ppoll
+epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd eventfd2
+sched_yield sched_getaffinity sched_getparam sched_getscheduler sched_get_priority_max
+sched_get_priority_min sched_rr_get_interval getpriority dup dup2 dup3 nanosleep clock_nanosleep
+clock_gettime clock_getres gettimeofday time times getrusage sysinfo uname getpid gettid getppid
+getuid geteuid getgid getegid getresuid getresgid getgroups getpgid getpgrp setpgid getsid
+setsid execve execveat exit exit_group wait4 waitid fcntl flock fsync fdatasync
+ftruncate fallocate getdents getdents64 getcwd chdir fchdir rename renameat renameat2 mkdir
+mkdirat rmdir link linkat unlink unlinkat symlink symlinkat readlink readlinkat umask statfs
+fstatfs getrlimit setrlimit arch_prctl capget set_tid_address set_robust_list get_robust_list
+futex futex_waitv rseq getrandom getcpu restart_syscall fadvise64 sendfile copy_file_range
+sendto recvfrom sendmsg recvmsg shutdown getsockname getpeername setsockopt getsockopt sendmmsg
+recvmmsg pidfd_open kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_send_signal fork
+vfork
+"""
+)
+_UNIX_SOCKETS = words("bind listen accept accept4 connect")
+_METADATA = words("chmod fchmod fchmodat fchmodat2 utime utimes utimensat futimesat truncate")
+"""Landlock does not cover these (truncate: before ABI 3), so without a mount namespace they would
+reach foreign files."""
 
 
 class Program:

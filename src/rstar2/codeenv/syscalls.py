@@ -64,6 +64,11 @@ MACHINE = platform.machine()
 libc = ctypes.PyDLL(None, use_errno=True)
 
 
+def words(text: str) -> list[str]:
+    """The words of a table that is easier to read as text."""
+    return text.split()
+
+
 def numbers(machine: str = MACHINE) -> dict[str, int]:
     """Name -> number on `machine`; names that the machine does not have are left out."""
     if machine not in _COLUMN:

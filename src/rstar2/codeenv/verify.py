@@ -29,7 +29,7 @@ def resolve(target: str) -> Callable[..., Any]:
         found = getattr(found, part)
     if not callable(found):
         raise TypeError(f"{target} is not callable")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def preload(functions: Mapping[str, str]) -> dict[str, str]:

@@ -1,9 +1,9 @@
 """What a zygote has done before its first call: imports and small representative computations.
 
 The computations touch the code paths that calls use most (solving, simplifying, linear algebra,
-printing, failing), none of them
-a program that a benchmark runs, so that a forked child finds caches filled and pages in place. Flavours keep
-rarely used weight out of the common path, because every mapping makes each fork slower:
+printing, failing), so that a forked child finds caches filled and pages in place; none of them is a
+program that a benchmark runs. Flavours keep rarely used weight out of the common path, because
+every mapping makes each fork slower:
 
     base     NumPy, SymPy, mpmath and the usual standard library
     scipy    base + SciPy, for programs that mention it
@@ -16,21 +16,30 @@ import contextlib
 import importlib
 import io
 
+from rstar2.codeenv.syscalls import words
+
 FLAVOURS = ("base", "scipy", "verify")
 
-_STANDARD = """
-abc argparse array ast base64 bisect calendar cmath collections collections.abc contextlib copy csv
-dataclasses datetime decimal enum fractions functools hashlib heapq io itertools json linecache math
-numbers operator os pathlib pickle pprint queue random re secrets shutil statistics string struct
-subprocess sys tempfile textwrap threading time traceback types typing unicodedata uuid warnings
-zlib concurrent.futures
-""".split()
-_SCIPY = "scipy scipy.linalg scipy.special scipy.optimize scipy.integrate scipy.stats".split()
+_STANDARD = words(
+    """
+abc argparse array ast base64 bisect calendar cmath collections collections.abc contextlib copy
+csv dataclasses datetime decimal enum fractions functools hashlib heapq io itertools json
+linecache math numbers operator os pathlib pickle pprint queue random re secrets shutil
+statistics string struct subprocess sys tempfile textwrap threading time traceback types typing
+unicodedata uuid warnings zlib concurrent.futures
+"""
+)
+_SCIPY = words(
+    """
+scipy scipy.linalg scipy.special scipy.optimize scipy.integrate scipy.stats
+"""
+)
 
 _PROGRAMS = {
     "base": (
         "print('hello', 7 * 6)",
-        "total = 0\nfor i in range(1000):\n    total += i * i % 7\nprint(f'{total:>8} {total / 3:.4f}')",
+        "total = 0\nfor i in range(1000):\n    total += i * i % 7\n"
+        "print(f'{total:>8} {total / 3:.4f}')",
         "from sympy import symbols, solve, simplify, expand, factor, Rational\n"
         "x = symbols('x')\nprint(solve(2*x**2 + x - 15, x), solve([x + 3], [x]))\n"
         "print(expand((x + 1)**3), factor(x**2 - 1), simplify((x**2 - 1)/(x - 1)))\n"

@@ -310,10 +310,8 @@ class Worker:
         if not self.spec.forks:
             return
         while True:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             try:
                 os.waitpid(-1, 0)
             except ChildProcessError:

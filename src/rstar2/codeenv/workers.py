@@ -49,11 +49,14 @@ class Stock:
 
     async def start(self) -> None:
         """Sweep what dead services left, then warm up the common flavour."""
+        await asyncio.get_running_loop().run_in_executor(None, self._prepare_host)
+        await self.zygote("base")
+
+    def _prepare_host(self) -> None:
         kernel.sweep_runtime()
         self.directory = tempfile.mkdtemp(prefix=f"{cgroups.owner_name()}-")
         Path(self.directory).chmod(0o711)
         self._tree = cgroups.Tree(cgroups.hierarchies())
-        await self.zygote("base")
 
     def start_others(self) -> None:
         """Warm up the rarer flavours meanwhile; calls that need one early wait or do without."""

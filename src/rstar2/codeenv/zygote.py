@@ -78,7 +78,7 @@ class Zygote:
         from rstar2.codeenv import heads, jail, runner, verify, warmup, worker
 
         warm = heap.WarmHeap()
-        missing = {name: "not installed" for name in warmup.import_modules(self.flavour)}
+        missing = dict.fromkeys(warmup.import_modules(self.flavour), "not installed")
         if self.flavour == "verify":
             missing |= verify.preload(self.functions)
         warmup.run_programs(self.flavour)
