@@ -1,0 +1,211 @@
+"""The comparison that the paper lacks: what resampling keeps, all else equal.
+
+    seed ──> SFT ──> export ──> every variant ──> held-out evaluations and curves per step
+
+Variants of one seed start from the same SFT weights and see the same problems in the same order,
+so differences are taken within seeds. All train on the same number of kept rollouts a step; what
+they drew for it is reported beside. Each run has its own directory and goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+from rstar2.config import Recipe, load_recipe
+from rstar2.errors import RecipeError
+from rstar2.record import read_evaluations, read_metrics
+from rstar2.types import Estimate
+
+VARIANTS = ("grpo", "uniform", "roc", "roc-no-errors", "roc-no-format", "release")
+REFERENCE = "roc"
+PARTS = 4
+
+T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+"""Two-sided 95% quantiles of Student's t by degrees of freedom."""
+
+Execute = Callable[[Recipe, Path], Awaitable[None]]
+"""Runs a recipe in a directory to its end, or goes on with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One variant with one seed, as its directory tells."""
+
+    variant: str
+    seed: int
+    steps: tuple[int, ...]
+    drawn: tuple[float, ...]
+    """Rollouts drawn up to and including each step."""
+    kept: tuple[float, ...]
+    reward: tuple[float | None, ...]
+    failing: tuple[float | None, ...]
+    """Failing calls in correct rollouts, per step."""
+    tool_errors: tuple[float | None, ...]
+    length: tuple[float | None, ...]
+    checkpoints: tuple[int, ...]
+    """Steps after which the held-out problems were answered; 0 is the SFT policy."""
+    greedy: tuple[float, ...]
+    sampled: tuple[float, ...]
+    heldout_failing: tuple[float | None, ...]
+
+
+def recipe_of(variant: str, seed: int, steps: int | None, overrides: Sequence[str] = ()) -> Recipe:
+    """A variant's recipe: its steps are cut into equal parts, each followed by an evaluation."""
+    recipe = load_recipe(f"ablations/{variant}", overrides, seed=seed).recipe
+    if steps is None:
+        return recipe
+    if steps < PARTS:
+        raise RecipeError(f"--steps {steps}: an ablation has {PARTS} parts, give at least {PARTS}")
+    cuts = [steps * (i + 1) // PARTS - steps * i // PARTS for i in range(PARTS)]
+    first = recipe.rl.stages[0]
+    stages = tuple(
+        first.model_copy(update={"name": f"part{i + 1}", "steps": cut})
+        for i, cut in enumerate(cuts)
+    )
+    return recipe.model_copy(update={"rl": recipe.rl.model_copy(update={"stages": stages})})
+
+
+async def ablate(
+    out: Path,
+    *,
+    variants: Sequence[str],
+    seeds: Sequence[int],
+    steps: int | None,
+    execute: Execute,
+    overrides: Sequence[str] = (),
+) -> list[Run]:
+    """Run what is missing under `out`, then read everything back."""
+    for variant in variants:
+        if variant not in VARIANTS:
+            raise RecipeError(f"--variants {variant}: known are {', '.join(VARIANTS)}")
+        recipe_of(variant, seeds[0], steps, overrides)  # refuse all of it before any of it runs
+    for seed in seeds:
+        policy = await common_policy(out, seed, steps, execute, overrides)
+        for variant in variants:
+            recipe = recipe_of(variant, seed, steps, overrides)
+            model = recipe.model.model_copy(update={"path": str(policy)})
+            recipe = recipe.model_copy(update={"model": model, "sft": None})
+            await execute(recipe, out / f"{variant}-seed{seed}")
+    return [read_run(out / f"{v}-seed{s}", v, s) for v in variants for s in seeds]
+
+
+async def common_policy(
+    out: Path, seed: int, steps: int | None, execute: Execute, overrides: Sequence[str]
+) -> Path:
+    """The SFT weights that all variants of a seed start from."""
+    recipe = recipe_of("base", seed, steps, overrides)
+    recipe = recipe.model_copy(
+        update={"name": "ablation-sft", "rl": recipe.rl.model_copy(update={"stages": ()})}
+    )
+    path = out / f"sft-seed{seed}"
+    await execute(recipe, path)
+    return path / "exports" / "sft"
+
+
+def read_run(path: Path, variant: str, seed: int) -> Run:
+    """What one finished run recorded."""
+    lines = [m for m in read_metrics(path) if "reward" in m]
+    made = {(e.stage, e.mode): e for e in read_evaluations(path)}
+    stages = list(dict.fromkeys(["sft", *(line["stage"] for line in lines)]))
+    evaluated = [s for s in stages if (s, "greedy") in made and (s, "sampled") in made]
+    ends = {"sft": 0}
+    for ordinal, line in enumerate(lines, start=1):
+        ends[line["stage"]] = ordinal
+
+    def column(name: str) -> tuple[float | None, ...]:
+        return tuple(line.get(name) for line in lines)
+
+    def summed(name: str) -> tuple[float, ...]:
+        total, out = 0.0, []
+        for line in lines:
+            total += line[name]
+            out.append(total)
+        return tuple(out)
+
+    return Run(
+        variant=variant,
+        seed=seed,
+        steps=tuple(range(1, len(lines) + 1)),
+        drawn=summed("rollouts/drawn"),
+        kept=summed("rollouts/kept"),
+        reward=column("reward"),
+        failing=column("failing_calls_in_correct"),
+        tool_errors=column("tool_errors"),
+        length=column("response_length"),
+        checkpoints=tuple(ends[s] for s in evaluated),
+        greedy=tuple(made[s, "greedy"].accuracy.mean for s in evaluated),
+        sampled=tuple(made[s, "sampled"].accuracy.mean for s in evaluated),
+        heldout_failing=tuple(made[s, "sampled"].failing_calls_in_correct for s in evaluated),
+    )
+
+
+# --------------------------------------------------------------------------- figures
+
+
+def over_seeds(values: Sequence[float]) -> Estimate:
+    """A mean over seeds with Student's 95% interval; one seed alone has none."""
+    count = len(values)
+    if count == 0:
+        return Estimate(math.nan, math.nan, math.nan, 0)
+    mean = fmean(values)
+    if count == 1:
+        return Estimate(mean, math.nan, math.nan, 1)
+    half = T95.get(count - 1, 1.96) * stdev(values) / math.sqrt(count)
+    return Estimate(mean, mean - half, mean + half, count)
+
+
+def last_quarter(values: Sequence[float | None]) -> float:
+    """The mean of what is known of the last quarter of the steps."""
+    known = [v for v in values[-max(1, len(values) // 4) :] if v is not None]
+    return fmean(known) if known else math.nan
+
+
+FIGURES: Mapping[str, Callable[[Run], float]] = {
+    "held-out greedy": lambda r: r.greedy[-1] if r.greedy else math.nan,
+    "held-out sampled": lambda r: r.sampled[-1] if r.sampled else math.nan,
+    "held-out failing calls": lambda r: _or_nan(r.heldout_failing),
+    "reward, last quarter": lambda r: last_quarter(r.reward),
+    "failing calls, last quarter": lambda r: last_quarter(r.failing),
+    "length, last quarter": lambda r: last_quarter(r.length),
+    "rollouts drawn": lambda r: r.drawn[-1] if r.drawn else 0.0,
+    "rollouts kept": lambda r: r.kept[-1] if r.kept else 0.0,
+}
+
+
+def _or_nan(values: Sequence[float | None]) -> float:
+    return values[-1] if values and values[-1] is not None else math.nan
+
+
+def summary(runs: Sequence[Run]) -> dict[str, dict[str, dict[str, Estimate]]]:
+    """Per variant and figure: the mean over seeds, and the difference to RoC within seeds."""
+    by = {(r.variant, r.seed): r for r in runs}
+    out: dict[str, dict[str, dict[str, Estimate]]] = {}
+    for variant in dict.fromkeys(r.variant for r in runs):
+        mine = [r for r in runs if r.variant == variant]
+        out[variant] = {}
+        for name, of in FIGURES.items():
+            values = [v for r in mine if not math.isnan(v := of(r))]
+            out[variant][name] = {"mean": over_seeds(values)}
+            pairs = [(of(r), of(by[REFERENCE, r.seed])) for r in mine if (REFERENCE, r.seed) in by]
+            known = [a - b for a, b in pairs if not math.isnan(a - b)]
+            if variant != REFERENCE and known:
+                out[variant][name]["minus roc"] = over_seeds(known)
+    return out
+
+
+def to_json(runs: Sequence[Run]) -> str:
+    """All curves and the summary, for machines; nothing that is not a number is a null."""
+    from rstar2.types import encode
+
+    document = {
+        "variants": list(dict.fromkeys(r.variant for r in runs)),
+        "seeds": sorted({r.seed for r in runs}),
+        "summary": summary(runs),
+        "runs": runs,
+    }
+    return json.dumps(json.loads(encode(document)), indent=1)
