@@ -112,7 +112,7 @@ class Running:
         self.executor = executor
         self.service = Service(executor, config, f"fake-{secrets.token_hex(3)}")
         self.app = App(self.service, config.token)
-        self.sock = socket.socket()
+        self.sock = socket.socket(proto=socket.IPPROTO_TCP)
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.sock.bind(("127.0.0.1", port))
         self.port = self.sock.getsockname()[1]
