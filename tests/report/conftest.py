@@ -113,7 +113,9 @@ def evaluate(run: RunDirectory, stage: str, step: int, rl_step: int, text: str |
         rng = random.Random(f"{stage}{mode}")
         for number in range(EVALUATED):
             kind = KINDS[number % len(KINDS)]
-            problem = Problem(f"p{number}", f"What is the {kind} of {number} and 18?", "6", kind=kind)
+            problem = Problem(
+                f"p{number}", f"What is the {kind} of {number} and 18?", "6", kind=kind
+            )
             correct, clean = rng.random() < base + 0.68 * far, rng.random() < 0.7 + 0.3 * far
             attempt = rollout(problem, f"{stage}/{number}", correct, clean, text)
             run.trajectories(

@@ -7,6 +7,7 @@ run that was stopped, by whatever means, goes on with the same command.
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import signal
 import sys
@@ -173,7 +174,7 @@ def _supervise(
     from rstar2.pipeline.live import make_view
 
     view = make_view()
-    run_pipeline = pipeline or _real_pipeline()
+    run_pipeline = pipeline or _real_pipeline(recipe)
     stopped: list[signal.Signals] = []
     interrupted = False
 
@@ -212,8 +213,12 @@ def _supervise(
         raise typer.Exit(128 + stopped[0])
 
 
-def _real_pipeline() -> Pipeline:
-    from rstar2.pipeline.controller import run  # torch: only once everything has been checked
+def _real_pipeline(recipe: Recipe) -> Pipeline:
+    """The controller; imports torch, so only once everything has been checked."""
+    if recipe.model.path == "tiny" or Path(recipe.model.path).is_dir():
+        # Bars for loading files that are here already would only tear the view.
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from rstar2.pipeline.controller import run
 
     return run
 

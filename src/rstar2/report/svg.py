@@ -140,7 +140,7 @@ def line_chart(
     parts = [_spans(spans, sx), _grid(y_ticks, sy, y_format), _x_axis(sx, x_name)]
     parts += [_series(s, sx, sy) for s in drawn]
     parts.append(
-        Markup('<line class="cursor" y1="{}" y2="{}" hidden/>').format(TOP, HEIGHT - BOTTOM)
+        Markup('<line class="cursor" y1="{}" y2="{}" hidden=""/>').format(TOP, HEIGHT - BOTTOM)
     )
     data = {
         "x": [LEFT, WIDTH - RIGHT, sx.low, sx.high],

@@ -1,0 +1,226 @@
+"""`rstar2 train`, `quickstart` and `sft`: what is refused, what a run prints, how it is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from rstar2.cli import main
+from rstar2.cli.train import Pipeline, again, execute
+from rstar2.config import Recipe, load_recipe
+from rstar2.errors import EngineError, RecipeError
+from rstar2.pipeline.view import StageKind, View
+from rstar2.record import RunDirectory, read_events, read_metrics
+from rstar2.types import Estimate, Evaluation
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def rstar2(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any) -> Run:
+    """Call the command in an empty directory; (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            main(list(words))
+        out, err = capfd.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return call
+
+
+def tiny(*overrides: str) -> Recipe:
+    return load_recipe("tiny", ["sft.steps=21", *overrides]).recipe
+
+
+async def small_run(recipe: Recipe, run: RunDirectory, view: View) -> None:
+    """A pipeline that only records: two steps of SFT and an evaluation."""
+    run.rewind("sft", 0)
+    view.stage("sft", StageKind.SFT, 2)
+    for step in (1, 2):
+        run.metrics("sft", step, {"loss": 1.0 / step, "time/step": 0.5})
+        view.step(step, {"loss": 1.0 / step})
+    for mode in ("greedy", "sampled"):
+        accuracy = Estimate(0.3, 0.2, 0.4, 100)
+        made = Evaluation("sft", 2, mode, accuracy, {"gcd": accuracy}, 0.2, 0.3, 50.0, 2.0, 0.0)
+        run.evaluation(made)
+        view.evaluation(made)
+
+
+# --------------------------------------------------------------------------- refused
+
+
+def wrong_recipes(tmp_path: Path, port: int) -> list[tuple[list[str], str]]:
+    (tmp_path / "bad.yaml").write_text("extends: tiny\nrl:\n  roc:\n    drawm: 4\n")
+    (tmp_path / "file").touch()
+    return [
+        (["bad.yaml"], "bad.yaml:4: rl.roc.drawm is not a setting: did you mean rl.roc.drawn?"),
+        (["tiny", "--set", "rl.stages.stage3.max_length=9999"], "longer than the model is run at"),
+        (["tiny", "--set", "model.path=/no/such/model"], "no such directory"),
+        (["tiny", "--set", "engine.kv_tokens=900000000000"], "GiB of memory"),
+        (["tiny", "--set", f"codeenv.port={port}"], "is taken"),
+        (["tiny", "--run", "file/run"], "is a file"),
+        (["tiny", "--run", "/proc/run"], "cannot be written"),
+        (["tinny"], "did you mean tiny?"),
+        (["tiny", "--set", "rl.problems=gone.jsonl"], "no such file"),
+        (["tiny", "--set", "rl.staleness=1"], "on-policy so far"),
+    ]
+
+
+def test_wrong_recipes_get_one_message_and_leave_nothing(rstar2: Run, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        cases = wrong_recipes(tmp_path, taken.getsockname()[1])
+        before = sorted(tmp_path.rglob("*"))
+        for words, expected in cases:
+            code, out, err = rstar2("train", *words)
+            assert (code, out) == (2, "")
+            assert expected in err
+            assert err.count("error: ") == 1
+            assert "Traceback" not in err
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_refusing_a_recipe_does_not_import_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys\nfrom rstar2.cli import main\n"
+        "try:\n    main(['train', 'tiny', '--set', 'rl.roc.kept=99'])\n"
+        "except SystemExit as end:\n    assert end.code == 2\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=60)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sft_needs_an_sft_stage(rstar2: Run) -> None:
+    code, _, err = rstar2("sft", "tiny", "--set", "sft=null")
+    assert code == 2
+    assert "has no SFT stage" in err
+
+
+# --------------------------------------------------------------------------- shown
+
+
+def test_dry_run_prints_each_value_with_its_origin(rstar2: Run, tmp_path: Path) -> None:
+    code, out, _ = rstar2("train", "tiny", "--dry-run", "--set", "rl.roc.kept=4", "--seed", "7")
+    assert code == 0
+    lines = {
+        line.split("#")[0].strip(): line.split("#")[1].strip()
+        for line in out.splitlines()
+        if "#" in line
+    }
+    assert lines["kept: 4"] == "--set"
+    assert lines["seed: 7"] == "--seed"
+    assert lines["drawn: 16"].startswith("tiny.yaml:")
+    assert lines["clip_high: 0.28"] == "default"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_of_a_recipe_for_another_machine_still_prints_it(rstar2: Run) -> None:
+    code, out, err = rstar2("train", "rstar2-agent-14b", "--dry-run")
+    assert code == 0
+    assert "prompts_per_step: 512" in out
+    assert "could not start here" in err
+
+
+def test_help_lists_what_there_is_and_version_works(rstar2: Run) -> None:
+    code, out, _ = rstar2("--help")
+    assert code == 0
+    for name in ("quickstart", "train", "sft"):
+        assert name in out
+    assert rstar2("--version")[1].startswith("rstar2 ")
+    for name in ("quickstart", "train", "sft"):
+        code, out, _ = rstar2(name, "--help")
+        assert code == 0
+        assert "--fresh" in out
+    code, _, err = rstar2("trian")
+    assert code == 2
+    assert "trian" in err
+
+
+# --------------------------------------------------------------------------- run
+
+
+def test_a_run_ends_with_table_and_report(tmp_path: Path, capfd: Any) -> None:
+    execute(tiny(), tmp_path / "run", pipeline=small_run)
+    out, err = capfd.readouterr()
+    assert "30.0%" in out
+    assert "sft 2/2" not in out  # progress is for stderr
+    assert "sft: greedy 30.0%" in err
+    assert (tmp_path / "run" / "report.html").exists()
+    names = [event["event"] for event in read_events(tmp_path / "run")]
+    assert names == ["started", "finished"]
+
+
+def test_json_is_all_there_is_on_stdout(tmp_path: Path, capfd: Any) -> None:
+    execute(tiny(), tmp_path / "run", json=True, pipeline=small_run)
+    result = json.loads(capfd.readouterr().out)
+    assert result["run"] == str(tmp_path / "run")
+    assert [e["mode"] for e in result["evaluations"]] == ["greedy", "sampled"]
+    assert Path(result["report"]).exists()
+
+
+async def forbidden(recipe: Recipe, run: RunDirectory, view: View) -> None:
+    pytest.fail("a finished run was started again")
+
+
+def test_a_finished_run_says_so_and_fresh_starts_anew(tmp_path: Path, capfd: Any) -> None:
+    execute(tiny(), tmp_path, pipeline=small_run)
+    capfd.readouterr()
+    execute(tiny(), tmp_path, pipeline=forbidden)
+    out, err = capfd.readouterr()
+    assert "finished already" in err.replace("\n", " ")
+    assert "30.0%" in out
+    with pytest.raises(RecipeError, match="seed: 0 -> 1"):
+        execute(tiny("seed=1"), tmp_path, pipeline=forbidden)
+    execute(tiny("seed=1"), tmp_path, fresh=True, pipeline=small_run)
+    assert len(read_metrics(tmp_path)) == 2
+
+
+def stopped_by(number: signal.Signals) -> Pipeline:
+    async def pipeline(recipe: Recipe, run: RunDirectory, view: View) -> None:
+        run.metrics("sft", 1, {"loss": 1.0})
+        os.kill(os.getpid(), number)
+        await asyncio.sleep(30)
+
+    return pipeline
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_in_order_and_says_how_to_go_on(
+    tmp_path: Path, capfd: Any, number: signal.Signals
+) -> None:
+    with pytest.raises(typer.Exit) as caught:
+        execute(tiny(), tmp_path, pipeline=stopped_by(number))
+    assert caught.value.exit_code == 128 + number
+    assert "To go on: " in capfd.readouterr().err
+    assert read_events(tmp_path)[-1]["event"] == "stopped"
+    execute(tiny(), tmp_path, pipeline=small_run)
+    assert [m["step"] for m in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_a_failed_run_is_recorded_and_lets_the_directory_go(tmp_path: Path) -> None:
+    async def failing(recipe: Recipe, run: RunDirectory, view: View) -> None:
+        raise EngineError("engine 0 is gone")
+
+    with pytest.raises(EngineError):
+        execute(tiny(), tmp_path, pipeline=failing)
+    last = read_events(tmp_path)[-1]
+    assert (last["event"], last["error"]) == ("failed", "EngineError")
+    execute(tiny(), tmp_path, pipeline=small_run)
+
+
+def test_the_command_to_go_on_does_not_start_anew() -> None:
+    words = ["/usr/bin/rstar2", "quickstart", "--fresh", "--set", "name=a b"]
+    assert again(words) == ["rstar2", "quickstart", "--set", "name=a b"]

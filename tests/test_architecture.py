@@ -1,0 +1,128 @@
+"""The shape of the tree: imports point one way, light modules stay light, files stay readable."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "rstar2"
+
+LAYERS = (
+    {"types", "errors", "seeds", "environment"},
+    {"config", "record"},
+    {
+        *("agent", "codeenv", "engine", "entropy", "evaluate", "grpo", "learner"),
+        *("problems", "report", "reward", "rollout", "viewer"),
+    },
+    {"pipeline", "cluster"},
+    {"ablation"},
+    {"cli", "__main__"},
+)
+"""A module may import from its own layer and those above it in this list; stages may import each
+other only without cycles."""
+
+LIGHT = (
+    *("rstar2.types", "rstar2.errors", "rstar2.config", "rstar2.record", "rstar2.cli"),
+    *("rstar2.cli.train", "rstar2.report", "rstar2.pipeline.live", "rstar2.agent.parser"),
+    *("rstar2.reward", "rstar2.problems", "rstar2.problems.arithmetic", "rstar2.codeenv"),
+)
+HEAVY = ("torch", "transformers", "vllm", "ray")
+
+LONGEST_FILE, LONGEST_FUNCTION = 500, 80
+LONGER = {"rstar2.types": 600}
+"""All nouns are on one page, on purpose."""
+
+
+def modules() -> dict[str, Path]:
+    return {
+        ".".join(("rstar2", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(
+            ".__init__"
+        ): path
+        for path in sorted(SOURCE.rglob("*.py"))
+    }
+
+
+def part(module: str) -> str:
+    """The top-level part of a module: rstar2.codeenv.jail -> codeenv."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Modules of rstar2 that a file imports, at the top or within functions."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("rstar2."))
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            if node.module == "rstar2":
+                yield from (f"rstar2.{alias.name}" for alias in node.names)
+            elif node.module.startswith("rstar2."):
+                yield node.module
+
+
+def layer(name: str) -> int:
+    return next(i for i, parts in enumerate(LAYERS) if name in parts)
+
+
+def test_every_part_of_the_tree_has_a_layer() -> None:
+    known = set().union(*LAYERS) | {"", "recipes"}
+    assert {part(module) for module in modules()} <= known
+
+
+def test_imports_point_one_way() -> None:
+    wrong = [
+        f"{module} imports {found}"
+        for module, path in modules().items()
+        for found in imports(path)
+        if part(module) and part(found) in set().union(*LAYERS)
+        if layer(part(found)) > layer(part(module))
+    ]
+    assert wrong == []
+
+
+def test_parts_do_not_import_each_other_in_circles() -> None:
+    edges: dict[str, set[str]] = {}
+    for module, path in modules().items():
+        if part(module):
+            found = {part(name) for name in imports(path)} - {part(module), ""}
+            edges.setdefault(part(module), set()).update(found)
+    while leaves := {name for name, needs in edges.items() if not needs & edges.keys()}:
+        for name in leaves:
+            del edges[name]
+    assert edges == {}, f"these import each other: {sorted(edges)}"
+
+
+def test_light_modules_load_no_torch() -> None:
+    """One process imports them all; whatever is heavy then, some one of them has pulled in."""
+    codeenv = [name for name in modules() if part(name) == "codeenv"]
+    commands = [name for name in modules() if name.startswith("rstar2.cli.")]
+    program = (
+        "import importlib, sys\n"
+        f"for name in {[*LIGHT, *codeenv, *commands]!r}:\n"
+        "    importlib.import_module(name)\n"
+        f"    heavy = [m for m in {HEAVY!r} if m in sys.modules]\n"
+        "    assert not heavy, f'{name} loads {heavy}'\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_files_and_functions_stay_readable(module: str) -> None:
+    text = modules()[module].read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    assert text.count("\n") <= LONGER.get(module, LONGEST_FILE)
+    assert ast.get_docstring(tree), "a module says what its role is"
+    long = [
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno >= LONGEST_FUNCTION
+    ]
+    assert long == []
