@@ -169,12 +169,17 @@ class Dispatcher:
         return len(endpoint.pinned) + len(self._pending)
 
     def _take(self, endpoint: Endpoint) -> list[Call]:
-        """Up to a batch of calls for this server; none while only crumbs of its window are free.
+        """Up to a batch of calls for this server; none while it has enough to do.
 
-        Waiting for half a batch of room keeps batches large when the server is saturated.
+        A request per call would cost more than the call. So a partial batch is held back while the
+        server's slots and the queue before them are full anyway, and a full one until half a
+        batch of the window is free.
         """
+        waiting = self._waiting(endpoint)
         room = min(self.config.batch, endpoint.window - endpoint.outstanding)
-        if room < min(self._waiting(endpoint), max(1, self.config.batch // 2)):
+        if room < min(waiting, max(1, self.config.batch // 2)):
+            return []
+        if waiting < self.config.batch and endpoint.outstanding > endpoint.enough:
             return []
         others = any(e is not endpoint and e.healthy for e in self.endpoints)
         calls: list[Call] = []

@@ -52,6 +52,11 @@ class Endpoint:
         self.url = url
         self.connections = Connections(Address.parse(url, token))
 
+    @property
+    def enough(self) -> int:
+        """With more calls than this in flight, all slots are busy and the next ones wait there."""
+        return 2 * self.health.slots + 2
+
     def available(self, now: float) -> bool:
         return self.healthy and now >= self.retry_at and self.outstanding < self.window
 
