@@ -221,8 +221,9 @@ class Batcher:
         room = PREFILL_TOKENS
         for slot in self._filling:
             start = int(self._computed[slot])
-            count = min(room, int(self._known[slot]) - start)
-            if count <= 0:
+            # Whole chunks only: where a prompt is cut must not depend on who came before it.
+            count = min(PREFILL_TOKENS, int(self._known[slot]) - start)
+            if count > room:
                 break
             slab = self._slabs[int(self._size[slot])]
             segments.append(PrefillSegment(slab, first, int(self._row[slot]), start, count))
@@ -249,7 +250,7 @@ class Batcher:
     def _decode_segment(self, slab: Slab, first: int) -> DecodeSegment:
         device = self.decoder.device
         lengths = self._computed[slab.owners[: slab.active]]
-        reach = int(lengths.max()) + 1
+        reach = slab.length  # not the longest row's: a sum's order must not depend on neighbours
         per_head = torch.from_numpy(np.repeat(lengths, self.decoder.shape.kv_heads)).to(device)
         hidden = self._columns[:reach] > per_head[:, None, None]
         return DecodeSegment(

@@ -4,14 +4,15 @@ Tokens of all sequences are packed into one [N, hidden] tensor; only attention k
 belongs to whom. A `Segment` says where: decode segments are one new token for each of the first
 rows of a slab, prefill segments are a run of tokens of one row.
 
-Against transformers: same weights, same rotary frequencies (transformers' own module), same
-formula; what differs is the order of floating-point sums. Rows of the q and k projections are
-permuted so that the two halves of a rotary pair are neighbours and RoPE is one complex product;
-queries and keys are permuted alike, so their products do not change.
+Against transformers: same weights, same rotary frequencies, same formula; what differs
+is the order of floating-point sums. Rows of the q and k projections are permuted so that the two
+halves of a rotary pair are neighbours and RoPE is one complex product; queries and keys are
+permuted alike, so their products do not change.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,11 @@ from safetensors.torch import load_file
 from rstar2.engine.slabs import Slab
 from rstar2.errors import UserError
 
+Config = dict[str, Any]
 KNOWN = ("llama", "qwen2", "qwen3")
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+LEAST_ROWS = 8
+"""Products over fewer rows are padded: BLAS sums a handful of rows in another order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,39 +91,41 @@ class PrefillSegment:
 Segment = DecodeSegment | PrefillSegment
 
 
-def read_config(model: Path) -> tuple[Any, Shape]:
-    """Configuration and shape of a transformers directory; UserError where we cannot run it."""
-    from transformers import AutoConfig
+def read_config(model: Path) -> tuple[Config, Shape]:
+    """Configuration and shape of a transformers directory; UserError where we cannot run it.
 
-    if not (model / "config.json").is_file():
+    Reads config.json itself: importing transformers' configuration classes takes longer than all
+    else that a worker does to start. What the file leaves out has transformers' default.
+    """
+    file = model / "config.json"
+    if not file.is_file():
         raise UserError(f"model: {model} is not a transformers directory (it has no config.json)")
-    config = AutoConfig.from_pretrained(str(model), local_files_only=True)
-    kind = config.model_type
+    config: Config = json.loads(file.read_text())
+    kind = config.get("model_type")
     if kind not in KNOWN:
         raise UserError(
             f"model: {model} is of type {kind!r}; the embedded engine runs {', '.join(KNOWN)}. "
             "Use engine.kind: vllm for others."
         )
-    if config.hidden_act not in ("silu", "swish"):
-        raise UserError(f"model: {model} has hidden_act {config.hidden_act!r}; only silu is known")
-    if any(t != "full_attention" for t in getattr(config, "layer_types", None) or ()):
+    if config.get("hidden_act", "silu") != "silu":
+        raise UserError(f"model: {model} has hidden_act {config['hidden_act']!r}, not silu")
+    layer_types = set(config.get("layer_types") or ())
+    if layer_types - {"full_attention"} or config.get("use_sliding_window"):
         raise UserError(f"model: {model} has sliding-window layers, which are not supported")
-    rope = (config.rope_parameters or {}).get("rope_type", "default")
-    if rope in LENGTH_DEPENDENT_ROPE:
-        raise UserError(f"model: {model} uses {rope!r} RoPE, which changes with the length")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = config["num_attention_heads"]
+    default_head_dim = 128 if kind == "qwen3" else config["hidden_size"] // heads
     shape = Shape(
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=head_dim,
-        vocabulary=config.vocab_size,
-        eps=config.rms_norm_eps,
-        tied=bool(config.tie_word_embeddings),
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or default_head_dim,
+        vocabulary=config["vocab_size"],
+        eps=config.get("rms_norm_eps", 1e-6),
+        tied=config.get("tie_word_embeddings", False),
         qk_norm=kind == "qwen3",
     )
-    return config, shape
+    return config | {"directory": str(model)}, shape
 
 
 def read_weights(model: Path) -> dict[str, torch.Tensor]:
@@ -133,22 +139,25 @@ def read_weights(model: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def rotary_table(config: Any, length: int, head_dim: int) -> torch.Tensor:
-    """cos + i sin per (position, pair), from transformers' own frequencies for the config.
-
-    Takes them from `modeling_rope_utils`, which imports in a tenth of the time of a model class.
-    """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    rope = config.rope_parameters or {}
-    kind, factor = rope.get("rope_type", "default"), 1.0
+def rotary_table(config: Config, length: int, head_dim: int) -> torch.Tensor:
+    """cos + i sin per (position, pair); frequencies other than the default are transformers'."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if kind in LENGTH_DEPENDENT_ROPE or partial != 1.0:
+        raise UserError(f"model: {kind!r} RoPE over {partial:.0%} of a head is not supported")
+    factor = 1.0
     if kind == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        frequencies = 1.0 / (rope.get("rope_theta", 10_000.0) ** exponents)
+        theta: float = rope.get("rope_theta") or config.get("rope_theta") or 10_000.0
+        frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     else:
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config)
-    if 2 * len(frequencies) != head_dim or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UserError(f"model: rotates a part of the {head_dim} dimensions of a head only")
+        from transformers import AutoConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        if kind not in ROPE_INIT_FUNCTIONS:
+            raise UserError(f"model: RoPE of type {kind!r} is not known to transformers")
+        full = AutoConfig.from_pretrained(config["directory"], local_files_only=True)
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](full)
     angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
     return torch.complex(angles.cos() * factor, angles.sin() * factor)
 
@@ -158,7 +167,7 @@ class Decoder:
 
     def __init__(
         self,
-        config: Any,
+        config: Config,
         shape: Shape,
         state: Mapping[str, torch.Tensor],
         *,
@@ -234,20 +243,20 @@ class Decoder:
         rotation = self._table[positions].unsqueeze(1)
         for index, layer in enumerate(self.layers):
             h = F.rms_norm(x, (shape.hidden,), layer.input_norm, shape.eps)
-            qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(x.shape[0], -1, shape.head_dim)
+            qkv = _linear(h, layer.qkv, layer.qkv_bias).view(x.shape[0], -1, shape.head_dim)
             self._rotate(qkv, layer, rotation)
             outs = [self._attend(index, qkv, segment) for segment in segments]
             mixed = outs[0] if len(outs) == 1 else torch.cat(outs)
             x = _residual(x, mixed, layer.out, layer.out_bias)
             h = F.rms_norm(x, (shape.hidden,), layer.mlp_norm, shape.eps)
-            gate, up = F.linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+            gate, up = _linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
             x = _residual(x, F.silu(gate).mul_(up), layer.down, layer.down_bias)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the given hidden states."""
         h = F.rms_norm(hidden, (self.shape.hidden,), self.norm, self.shape.eps)
-        return F.linear(h, self.head)
+        return _linear(h, self.head, None)
 
     def _rotate(self, qkv: torch.Tensor, layer: Layer, rotation: torch.Tensor) -> None:
         """Apply qk-norm (where the model has it) and RoPE in place; values stay as they are."""
@@ -341,10 +350,21 @@ def _cat_biases(biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     return torch.cat(present)
 
 
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """linear(x), equal to the bit for a row whatever the other rows are (see LEAST_ROWS)."""
+    count = x.shape[0]
+    if count >= LEAST_ROWS:
+        return F.linear(x, weight, bias)
+    return F.linear(F.pad(x, (0, 0, 0, LEAST_ROWS - count)), weight, bias)[:count]
+
+
 def _residual(
     x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """x + linear(y), in one operation where there is no bias."""
-    if bias is None:
+    """x + linear(y), in one operation where there is no bias and there are rows enough."""
+    if bias is None and x.shape[0] >= LEAST_ROWS:
         return torch.addmm(x, y, weight.t())
-    return x + F.linear(y, weight, bias)
+    if bias is None:
+        extra = (0, 0, 0, LEAST_ROWS - x.shape[0])
+        return torch.addmm(F.pad(x, extra), F.pad(y, extra), weight.t())[: x.shape[0]]
+    return x + _linear(y, weight, bias)

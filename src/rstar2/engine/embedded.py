@@ -4,9 +4,10 @@ Promises, beyond those of `base.Engine`:
 - Nothing here computes: every call sends a frame and awaits its answer, so the event loop is
   never blocked. `process=True` (default) keeps the model in a process of its own; `process=False`
   runs the same worker in a thread and leaves torch's thread count as it is.
-- With equal weights, prompt and sampling, a request draws with the same noise whatever runs beside
-  it. Sums of floats are taken in an order that depends on the batch, so logits agree to about 1e-6,
-  not to the bit: two runs differ only where a draw falls that close between two tokens.
+- With equal weights, prompt, cached prefix and sampling, a request draws with the same noise
+  whatever runs beside it, and on a CPU with one thread its logprobs are equal to the bit: sums are
+  taken in an order that neighbours do not change (a test holds this where it runs). Elsewhere they
+  agree to about 1e-6, and two runs differ only where a draw falls that close between two tokens.
 - `update_weights` does not wait for running requests: they keep what they have sampled, their KV
   is computed again under the new weights, and each token carries the version that sampled it.
 - When the worker dies, every pending call raises EngineError. `start()` then makes a new one, with
