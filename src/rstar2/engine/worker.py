@@ -49,7 +49,7 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 def build(settings: Settings) -> Batcher:
-    """Read the model and make the engine state; torch and transformers are imported here."""
+    """Read the model and make the engine state; torch is imported here."""
     import torch
 
     from rstar2.engine.batcher import Batcher
@@ -59,7 +59,8 @@ def build(settings: Settings) -> Batcher:
     config, shape = read_config(path)
     cuda = torch.cuda.is_available()
     # Half precision is several times slower than float32 on CPUs without matrix units for it.
-    dtype = (getattr(config, "dtype", None) or torch.float32) if cuda else torch.float32
+    saved = config.get("dtype") or config.get("torch_dtype") or "float32"
+    dtype = getattr(torch, saved) if cuda else torch.float32
     decoder = Decoder(
         config,
         shape,
