@@ -92,6 +92,7 @@ def chat(
         raise UserError("chat needs either --model DIR or --url URL")
     if system not in ("auto", "paper", "none"):
         raise UserError(f"--system {system!r}: expected auto, paper or none")
+    directory = None if model is None else model_directory(model)
     sampling = SamplingConfig(temperature=temperature)
     options = Options(max_turns, max_length, sampling, seed, as_json)
 
@@ -105,8 +106,8 @@ def chat(
                     speaker = await _endpoint(
                         stack, url, served_model, api_key, tools, options, system
                     )
-                elif model is not None:
-                    speaker = await _embedded(stack, model, tools, options, system)
+                elif directory is not None:
+                    speaker = await _embedded(stack, directory, tools, options, system)
             return await converse(speaker, prompt, options)
 
     if not asyncio.run(run()):
@@ -274,9 +275,8 @@ class EmbeddedSpeaker:
 
 
 async def _embedded(
-    stack: AsyncExitStack, path: Path, tools: CodeEnvClient, options: Options, system: str
+    stack: AsyncExitStack, directory: Path, tools: CodeEnvClient, options: Options, system: str
 ) -> EmbeddedSpeaker:
-    directory = model_directory(path)
     options = replace(options, max_length=longest(directory, options.max_length))
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # heavy: not for --help
 
@@ -284,7 +284,7 @@ async def _embedded(
 
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise UserError(f"--model {path}: its tokenizer has no tokenizer.json")
+        raise UserError(f"--model {directory}: its tokenizer has no tokenizer.json")
     template = Template(tokenizer, _settings(settings_of(tokenizer), system))
     engine = EmbeddedEngine(
         directory,

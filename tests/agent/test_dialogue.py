@@ -1,0 +1,120 @@
+"""The text-only loop: the same reasons to stop, over messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from agent_fakes import ScriptedTools
+
+from rstar2.agent.dialogue import Dialogue, opening
+from rstar2.agent.loop import Event, Returned, Sampled
+from rstar2.agent.parser import TOOL_NAME
+from rstar2.agent.prompts import INSTRUCTION, SYSTEM
+from rstar2.config import AgentConfig, SamplingConfig, TemplateConfig
+from rstar2.engine.openai import Reply
+from rstar2.errors import CodeEnvError, EngineError
+from rstar2.types import Finish, Message, Outcome, Problem, StopReason, ToolResult, Trajectory
+
+PROBLEM = Problem("p", "What is 6 times 7?", "42")
+ANSWER = "<answer>\\boxed{42}</answer>"
+CALL = "<tool_call>\n{}\n</tool_call>".format(
+    json.dumps({"name": TOOL_NAME, "arguments": {"code": "6 * 7"}})
+)
+
+
+class Endpoint:
+    """Says its lines in order and remembers what it was shown."""
+
+    def __init__(self, lines: Sequence[Reply | str | Exception]) -> None:
+        self.lines = list(lines)
+        self.seen: list[list[Message]] = []
+
+    async def complete(self, messages: Sequence[Message], **_options: Any) -> Reply:
+        self.seen.append(list(messages))
+        line = self.lines[len(self.seen) - 1]
+        if isinstance(line, Exception):
+            raise line
+        return line if isinstance(line, Reply) else Reply(line, Finish.STOP)
+
+
+def talk(
+    lines: Sequence[Reply | str | Exception], tools: ScriptedTools | None = None, turns: int = 5
+) -> tuple[Dialogue, Endpoint, list[Event]]:
+    endpoint = Endpoint(lines)
+    events: list[Event] = []
+    dialogue = Dialogue(
+        endpoint,
+        tools or ScriptedTools(),
+        AgentConfig(response_tokens=32),
+        SamplingConfig(),
+        opening(PROBLEM, TemplateConfig()),
+        max_tokens=100,
+        max_turns=turns,
+        observer=events.append,
+    )
+    return dialogue, endpoint, events
+
+
+async def run(dialogue: Dialogue) -> Trajectory:
+    return await dialogue.run(PROBLEM, id="d", group_id="g", seed=1)
+
+
+def test_the_opening_describes_format_and_tool() -> None:
+    system, user = opening(PROBLEM, TemplateConfig())
+    assert system.content.startswith(SYSTEM)
+    assert f'"name": "{TOOL_NAME}"' in system.content
+    assert "<|im_" not in system.content
+    assert user.content == INSTRUCTION.format(problem=PROBLEM.prompt)
+    compact = opening(PROBLEM, TemplateConfig(system="none", instruction="none"))
+    assert compact == [Message("user", PROBLEM.prompt)]
+
+
+async def test_call_read_answer() -> None:
+    dialogue, endpoint, events = talk([f"Hm.\n{CALL}", ANSWER])
+    trajectory = await run(dialogue)
+    assert trajectory.stop is StopReason.ANSWERED
+    assert (trajectory.answer, trajectory.answer_tags, trajectory.calls) == ("42", 1, 1)
+    assert endpoint.seen[1][-2:] == [
+        Message("assistant", f"Hm.\n{CALL}"),
+        Message("user", "<tool_response>\nran 6 * 7\n</tool_response>"),
+    ]
+    assert [type(event) for event in events] == [Sampled, Returned, Sampled]
+    assert dialogue.messages[-1] == Message("assistant", ANSWER)
+
+
+@pytest.mark.parametrize(
+    ("lines", "turns", "stop"),
+    [
+        (["nothing"], 5, StopReason.NO_ANSWER),
+        ([CALL, CALL], 2, StopReason.MAX_TURNS),
+        ([Reply(CALL, Finish.LENGTH)], 5, StopReason.MAX_LENGTH),
+        (["<tool_call>"] * 3, 5, StopReason.INVALID_CALLS),
+        ([CALL, EngineError("gone")], 5, StopReason.ENGINE_FAILED),
+    ],
+)
+async def test_reasons_to_stop(
+    lines: list[Reply | str | Exception], turns: int, stop: StopReason
+) -> None:
+    dialogue, _, _ = talk(lines, turns=turns)
+    trajectory = await run(dialogue)
+    assert trajectory.stop is stop
+    assert (trajectory.failure is not None) == stop.infrastructure
+
+
+async def test_a_dying_tool_server_is_not_shown() -> None:
+    dialogue, endpoint, _ = talk([CALL, ANSWER], ScriptedTools(fail_at=0, error=CodeEnvError("x")))
+    assert (await run(dialogue)).stop is StopReason.TOOL_FAILED
+    assert len(endpoint.seen) == 1
+
+
+async def test_long_output_is_cut_in_the_middle() -> None:
+    tools = ScriptedTools(lambda r: ToolResult(r.id, Outcome.OK, stdout="a" * 5000 + "z"))
+    dialogue, endpoint, _ = talk([CALL, ANSWER], tools)
+    await run(dialogue)
+    shown = endpoint.seen[1][-1].content
+    assert len(shown) < 32 * 4 + 60
+    assert "[...]" in shown
+    assert "z\n</tool_response>" in shown

@@ -1,0 +1,101 @@
+"""`rstar2 chat`: colours, what is refused, and a real conversation with a tiny model."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from rstar2.cli import main
+from rstar2.cli.chat import longest, model_directory
+from rstar2.cli.painter import Painter
+from rstar2.errors import UserError
+from rstar2.learner.tiny import make_tiny
+from rstar2.types import StopReason, Trajectory, decode
+
+
+def paint(pieces: list[str], *, colour: bool) -> str:
+    out = io.StringIO()
+    system = "standard" if colour else None
+    painter = Painter(Console(file=out, force_terminal=colour, color_system=system, width=40))
+    for piece in pieces:
+        painter.feed(piece)
+    painter.end()
+    return out.getvalue()
+
+
+@given(
+    st.lists(st.sampled_from(["<", "<re", "ason>", "</answer>", "<answer>", "a < b", "\n", "[b]"]))
+)
+def test_painting_changes_no_text(pieces: list[str]) -> None:
+    assert paint(pieces, colour=False) == "".join(pieces) + "\n"
+
+
+@given(st.integers(0, 40))
+def test_a_tag_is_recognised_wherever_the_stream_is_cut(cut: int) -> None:
+    text = "<reason>a</reason>\n<answer>b</answer>"
+    whole = paint([text], colour=True)
+    assert "\x1b[2m<reason>" in whole
+    assert "\x1b[1;32m<answer>" in whole
+    pieces = paint([text[:cut], text[cut:]], colour=True)
+    assert styled(pieces) == styled(whole)
+
+
+def styled(text: str) -> list[tuple[str, str]]:
+    """Every visible character with its style, whatever the runs are."""
+    characters: list[tuple[str, str]] = []
+    style = ""
+    for escape, character in re.findall(r"\x1b\[([0-9;]*)m|([^\x1b])", text):
+        if character:
+            characters.append((character, style))
+        else:
+            style = "" if escape == "0" else escape
+    return characters
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--model", "a", "--url", "http://x"], ["--model", "/nonexistent"],
+     ["--url", "http://x", "--system", "mine"]],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_at_once(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["chat", *arguments, "hello"])
+    assert exit_.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_a_run_directory_stands_for_its_newest_export(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no config"):
+        model_directory(tmp_path)
+    for name in ("sft", "stage1"):
+        export = tmp_path / "exports" / name
+        export.mkdir(parents=True)
+        (export / "config.json").write_text('{"max_position_embeddings": 64}')
+    os.utime(tmp_path / "exports" / "sft", (1, 1))
+    newest = model_directory(tmp_path)
+    assert newest.name == "stage1"
+    assert model_directory(newest) == newest
+    assert (longest(newest, 100), longest(newest, 32)) == (64, 32)
+
+
+def test_a_tiny_model_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_tiny(tmp_path, 0)
+    arguments = ["chat", "--model", str(tmp_path), "--system", "none", "--max-length", "64"]
+    with pytest.raises(SystemExit) as exit_:
+        main([*arguments, "--json", "What is 6 times 7?"])
+    assert exit_.value.code == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    trajectory = decode(line, Trajectory)
+    assert len(trajectory.token_ids) <= 64
+    assert trajectory.stop in (StopReason.MAX_LENGTH, StopReason.NO_ANSWER)
+    assert json.loads(line)["group_id"] == "chat"
