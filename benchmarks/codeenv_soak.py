@@ -45,6 +45,8 @@ FITTING = {
     BOMB: {Outcome.TIMEOUT, Outcome.MEMORY, Outcome.KILLED, Outcome.EXCEPTION},
 }
 LIMITS = Limits(wall_s=0.5, cpu_s=0.5, memory_mb=256)
+PATIENT = Limits(wall_s=10.0, cpu_s=10.0, memory_mb=256)
+"""For calls that must end by another limit than time, on a busy machine too."""
 CONCURRENCY = 128
 
 
@@ -183,8 +185,9 @@ class Soak:
 
         async def caller() -> None:
             for number, kind in todo:
+                limits = LIMITS if kind in (ENDLESS, BOMB) else PATIENT
                 request = RunRequest(
-                    f"soak-{number}", program(number, kind), limits=LIMITS, deadline_s=600.0
+                    f"soak-{number}", program(number, kind), limits=limits, deadline_s=600.0
                 )
                 start = time.perf_counter()
                 result = await self.client.run(request)
@@ -239,7 +242,7 @@ class Soak:
         warm, end = last[len(last) // 4 : len(last) // 2], last[-max(1, len(last) // 4) :]
         if not warm:
             return 0.0
-        return quantile(end, 0.5) - quantile(warm, 0.5)
+        return max(end) - max(warm)  # a zygote that was just killed is missing from some samples
 
 
 async def soak(args: argparse.Namespace) -> int:
