@@ -73,6 +73,7 @@ class Pool:
         self._sessions = Sessions(config, self.stock)
         self._numbers = itertools.count(1)
         self._inflight: dict[str, asyncio.Task[Any]] = {}
+        self._askers: Counter[str] = Counter()
         self._done: OrderedDict[str, tuple[int, Any]] = OrderedDict()
         self._done_bytes = 0
         self._completed: Counter[str] = Counter()
@@ -156,7 +157,14 @@ class Pool:
             task = asyncio.ensure_future(work())
             self._inflight[identity] = task
             task.add_done_callback(lambda done: self._remember(identity, done))
-        return await asyncio.shield(task)
+        self._askers[identity] += 1
+        try:
+            return await asyncio.shield(task)
+        finally:
+            self._askers[identity] -= 1
+            if not self._askers[identity]:
+                del self._askers[identity]
+                task.cancel()  # nobody waits any more; does nothing to a call that has ended
 
     def _remember(self, identity: str, task: asyncio.Task[Any]) -> None:
         del self._inflight[identity]
