@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import socket
@@ -208,6 +209,29 @@ def test_a_signal_stops_in_order_and_says_how_to_go_on(
     assert read_events(tmp_path)[-1]["event"] == "stopped"
     execute(tiny(), tmp_path, pipeline=small_run)
     assert [m["step"] for m in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_losing_an_engine_to_the_same_signal_is_no_failure(tmp_path: Path, capfd: Any) -> None:
+    async def pipeline(recipe: Recipe, run: RunDirectory, view: View) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(30)
+        finally:
+            raise BrokenPipeError("the engine got the signal too")
+
+    with pytest.raises(typer.Exit) as caught:
+        execute(tiny(), tmp_path, pipeline=pipeline)
+    assert caught.value.exit_code == 130
+    assert "To go on: " in capfd.readouterr().err
+
+
+def test_log_messages_go_to_a_file(tmp_path: Path, capfd: Any) -> None:
+    async def pipeline(recipe: Recipe, run: RunDirectory, view: View) -> None:
+        logging.getLogger("asyncio").warning("socket.send() raised exception.")
+
+    execute(tiny(), tmp_path, pipeline=pipeline)
+    assert "socket.send()" not in capfd.readouterr().err
+    assert "WARNING asyncio: socket.send()" in (tmp_path / "log.txt").read_text()
 
 
 def test_a_failed_run_is_recorded_and_lets_the_directory_go(tmp_path: Path) -> None:

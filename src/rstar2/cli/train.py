@@ -7,12 +7,14 @@ run that was stopped, by whatever means, goes on with the same command.
 from __future__ import annotations
 
 import asyncio
+import logging.handlers
 import os
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -144,7 +146,8 @@ def execute(
     with RunDirectory.create_or_resume(path, recipe, fresh=fresh) as directory:
         if directory.resumed:
             console.print(f"going on with the run in [bold]{path}[/]")
-        _supervise(recipe, directory, pipeline, console)
+        with log_to(path / "log.txt"):
+            _supervise(recipe, directory, pipeline, console)
         directory.event("finished")
     conclude(path, json=json)
 
@@ -165,6 +168,19 @@ def conclude(path: Path, *, json: bool) -> None:
     Console(stderr=True, highlight=False, soft_wrap=True).print(
         f"report: [bold]{page}[/] [dim](written in {took:.1f} s)[/]"
     )
+
+
+@contextmanager
+def log_to(path: Path) -> Iterator[None]:
+    """Send log messages of this process to a file of bounded size, not through the view."""
+    handler = logging.handlers.RotatingFileHandler(path, maxBytes=8 << 20, backupCount=1)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
 
 
 def _supervise(
@@ -204,7 +220,9 @@ def _supervise(
         interrupted = True
     except Exception as error:
         directory.event("failed", error=type(error).__name__, message=str(error))
-        raise
+        if not stopped:  # a terminal's Ctrl-C also ends engines, whose loss is then no news
+            raise
+        interrupted = True
     finally:
         view.close()
     if interrupted:

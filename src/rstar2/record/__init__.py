@@ -8,6 +8,7 @@
       trajectories/          <stage>.jsonl, one line per group: the Group, exact to the token,
                              and its Selection (why each rollout was kept or not)
       events.jsonl           started, resumed, checkpoint, stopped, finished, ...
+      log.txt                warnings of the processes that worked on it
       .lock                  held by the process that writes here
 
 Stages, in the order a run passes them, are `sft`, `eval-sft-greedy`, `eval-sft-sampled`, then for
