@@ -62,7 +62,7 @@ async def run(recipe: Recipe, run: RunDirectory, view: View) -> Result:
     started = monotonic()
     async with open_parts(recipe, run.path) as parts:
         desk = make_desk(recipe, run, view, parts)
-        state = restore(desk)
+        state = await restore(desk)
         state = await initial_policy(desk, state)
         for stage in recipe.rl.stages:
             if stage.name not in state.done and not state.collapsed:
@@ -70,7 +70,7 @@ async def run(recipe: Recipe, run: RunDirectory, view: View) -> Result:
                     state = await stages.hard_problems(desk, stage, state)
                 state = await stages.rl(desk, stage, state)
                 await close_stage(desk, stage.name, state)
-            await evaluate_current(desk, stage.name, state)
+            await conclude(desk, stage.name, state)
     return Result(
         path=run.path,
         evaluations=tuple(read_evaluations(run.path)),
@@ -89,7 +89,7 @@ async def initial_policy(desk: Desk, state: State) -> State:
         await close_stage(desk, SFT, state)
     elif desk.recipe.sft is None and not state.phase:
         state = state.begin(SFT).finish(SFT)
-    await evaluate_current(desk, SFT, state)
+    await conclude(desk, SFT, state)
     return state
 
 
@@ -100,10 +100,15 @@ async def close_stage(desk: Desk, stage: str, state: State) -> None:
     desk.run.event("stage", stage=stage, step=state.step, version=state.version)
 
 
-async def evaluate_current(desk: Desk, stage: str, state: State) -> None:
-    """Evaluate the stage whose weights these are; earlier ones are on record already."""
-    if state.phase == stage:
-        await stages.evaluation(desk, stage, state)
+async def conclude(desk: Desk, stage: str, state: State) -> None:
+    """Evaluate the stage whose weights these are; all of this is on record for earlier ones."""
+    if state.phase != stage:
+        return
+    made = stage in state.done and (stage != SFT or desk.recipe.sft is not None)
+    if made and not (desk.run.path / "exports" / stage).exists():
+        # killed after saving, before exporting
+        await desk.parts.learn(export, desk, stage)
+    await stages.evaluation(desk, stage, state)
 
 
 # --------------------------------------------------------------------------- going on
@@ -126,7 +131,7 @@ def make_desk(recipe: Recipe, run: RunDirectory, view: View, parts: Parts) -> De
     return desk
 
 
-def restore(desk: Desk) -> State:
+async def restore(desk: Desk) -> State:
     """The newest complete checkpoint, with the record cut back to it; else the beginning."""
     store = CheckpointStore(desk.run.path / "checkpoints", desk.recipe.record.keep_checkpoints)
     saved = store.latest()
@@ -137,7 +142,7 @@ def restore(desk: Desk) -> State:
     known = {SFT, *(stage.name for stage in desk.recipe.rl.stages)}
     if state.phase not in known:
         raise CheckpointError(f"{saved.path}: this recipe has no stage {state.phase!r}")
-    desk.parts.learner.load(saved.path)
+    await desk.parts.learn(desk.parts.learner.load, saved.path)
     desk.run.rewind(state.phase, state.step)
     desk.view.note(f"going on after step {state.step} of {state.phase}")
     return state

@@ -34,7 +34,7 @@ from rstar2.types import Problem, WeightVersion
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from rstar2.learner.learner import Learner
+    from rstar2.learner.group import LearnerGroup
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Parts:
         recipe: Recipe,
         model_dir: Path | str,
         tokenizer: PreTrainedTokenizerFast,
-        learner: Learner,
+        learner: LearnerGroup,
         executor: ThreadPoolExecutor,
     ) -> None:
         self.recipe, self.model_dir = recipe, model_dir
@@ -69,6 +69,7 @@ class Parts:
         self.heldout = load_problems(
             recipe.evaluation.problems, "heldout", count=recipe.evaluation.count
         )
+        self._engines = make_engines(recipe, model_dir)
         self._executor = executor
         self._published: WeightVersion | None = None
         self._fleet: Fleet | None = None
@@ -90,14 +91,18 @@ class Parts:
             self._starting = asyncio.ensure_future(self._start())
 
     async def _start(self) -> None:
-        engines = make_engines(self.recipe, self.model_dir)
-        scheduler = Scheduler(self.recipe.scheduler)
-        self._fleet = Fleet(engines, scheduler, recover=self._recover)
+        engines = self._engines
+        self._fleet = Fleet(engines, Scheduler(self.recipe.scheduler), recover=self._recover)
 
         async def start_tools() -> None:
             self._tools = await CodeEnvClient.start(self.recipe.codeenv)
 
         await together([start_tools(), *(engine.start() for engine in engines)])
+
+    def check(self) -> None:
+        """Raise what went wrong in the background, if anything has."""
+        if self._starting is not None and self._starting.done():
+            self._starting.result()
 
     async def serve(self, version: WeightVersion) -> tuple[GroupRunner, dict[str, float]]:
         """Everything that rollouts need, with these weights of the learner; and what it took."""
@@ -195,11 +200,14 @@ def find_model(recipe: Recipe, directory: Path) -> Path | str:
     return path
 
 
-def load_model(recipe: Recipe, model_dir: Path | str) -> tuple[PreTrainedTokenizerFast, Learner]:
+def load_model(
+    recipe: Recipe, model_dir: Path | str
+) -> tuple[PreTrainedTokenizerFast, LearnerGroup]:
     """The tokenizer, and a learner with the initial weights."""
+    import torch
     from transformers import AutoTokenizer
 
-    from rstar2.learner.learner import Learner
+    from rstar2.learner.group import LearnerGroup
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
@@ -208,7 +216,10 @@ def load_model(recipe: Recipe, model_dir: Path | str) -> tuple[PreTrainedTokeniz
             f"model.path={str(model_dir)!r}: no tokenizer found there: {error}"
         ) from error
     optimizer: OptimizerConfig = recipe.sft.optimizer if recipe.sft else recipe.rl.optimizer
-    learner = Learner(model_dir, recipe.learner, optimizer, total_steps=1, seed=recipe.seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    learner = LearnerGroup(
+        model_dir, recipe.learner, optimizer, total_steps=1, seed=recipe.seed, device=device
+    )
     return tokenizer, learner
 
 

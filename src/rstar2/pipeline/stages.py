@@ -64,7 +64,7 @@ async def sft(desk: Desk, config: SftConfig, state: State) -> State:
     learner, total = desk.parts.learner, sft_steps(config)
     state = state.begin(SFT)
     if state.step == 0:
-        learner.reset_optimizer(config.optimizer, total)
+        await desk.parts.learn(learner.reset_optimizer, config.optimizer, total)
     desk.view.stage(SFT, StageKind.SFT, total, state.step)
     heldout = [row for c in held_out(config, SFT_HELDOUT) if (row := sft_row(desk, config, c))]
     stream = batches(config, desk.recipe.seed, first=state.step)
@@ -76,6 +76,7 @@ async def sft(desk: Desk, config: SftConfig, state: State) -> State:
         await asyncio.sleep(0)  # let the learner begin before the next batch is tokenised
         rows = sft_rows(desk, config, next(stream, ()))
         metrics = await work
+        desk.parts.check()
         if config.eval_every and heldout and step % config.eval_every == 0:
             metrics["heldout_loss"] = await desk.parts.learn(learner.sft_loss, heldout)
         metrics["time/step"] = monotonic() - started
@@ -143,7 +144,7 @@ async def rl(desk: Desk, stage: StageConfig, state: State) -> State:
     """One RL stage: collect, resample, learn, publish, until its steps are done."""
     recipe, rl_config = desk.recipe, desk.recipe.rl
     if state.phase != stage.name:
-        start_optimizer(desk, stage)
+        await start_optimizer(desk, stage)
     state = state.begin(stage.name)
     desk.view.stage(stage.name, StageKind.RL, stage.steps, state.step)
     runner, _ = await desk.parts.serve(state.version)
@@ -211,7 +212,7 @@ def record_groups(desk: Desk, stage: str, step: int, collected: Collected) -> No
         desk.run.trajectories(stage, step, drawn.group, drawn.selection if drawn.used else None)
 
 
-def start_optimizer(desk: Desk, stage: StageConfig) -> None:
+async def start_optimizer(desk: Desk, stage: StageConfig) -> None:
     """A stage's learning rate; fresh moments at the first stage and where the recipe says so."""
     rl_config = desk.recipe.rl
     config: OptimizerConfig = rl_config.optimizer
@@ -220,9 +221,9 @@ def start_optimizer(desk: Desk, stage: StageConfig) -> None:
     first = stage.name == rl_config.stages[0].name
     updates = sum(s.steps for s in rl_config.stages) * rl_config.minibatches
     if first or stage.reset_optimizer:
-        desk.parts.learner.reset_optimizer(config, updates)
+        await desk.parts.learn(desk.parts.learner.reset_optimizer, config, updates)
     else:
-        desk.parts.learner.retune(config, updates)
+        await desk.parts.learn(desk.parts.learner.retune, config, updates)
 
 
 def problems_of(desk: Desk, stage: StageConfig, state: State) -> Sequence[Problem]:
