@@ -34,6 +34,8 @@ RESULT_FD = 3
 _FIRST_FD = 4
 _EAGER_MS = 5
 """Small outputs fit into the pipe: for this long only the end of the child wakes the worker."""
+_SHARED_COUNT = 1024
+"""Slack where RLIMIT_NPROC counts other processes of the same uid too; a pids cgroup is exact."""
 _LOOK_S = 0.03
 """How often scratch (portable) and CPU time are looked at."""
 
@@ -240,7 +242,8 @@ class Worker:
         resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
         size = request.file_mb << 20
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-        threads = request.processes + (0 if self.spec.level == "strict" else 1024)
+        counted_here = self.spec.level == "strict" and not self.spec.group.pids
+        threads = request.processes + (0 if counted_here else _SHARED_COUNT)
         _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
         if hard != resource.RLIM_INFINITY:
             threads = min(threads, hard)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -23,7 +24,8 @@ from rstar2.types import Limits
 
 OVERHEAD_MB = 192
 """Memory of the worker itself in its control group, beside what its calls may use."""
-_UID_BASE = 60_100
+_UID_FIRST, _UIDS = 50_000, 10_000
+"""Uids for workers when the service is root; services start at different ones."""
 _PER_SLOT = 3
 """Workers kept per slot, of all kinds together."""
 
@@ -147,7 +149,7 @@ class Stock:
             memory_mb=memory_mb,
             processes=processes,
             scratch_mb=scratch_mb,
-            uid=kernel.worker_uid(self.isolation, _UID_BASE + number % 400),
+            uid=kernel.worker_uid(self.isolation, _UID_FIRST + (os.getpid() * 37 + number) % _UIDS),
             group=group,
             session=session,
         )

@@ -1,0 +1,199 @@
+"""Inside the cell: the pool under attack, the canaries, and a line protocol on stdin and stdout.
+
+Canaries: a secret file that everybody may read, a secret in the environment and memory of this
+process (the service), listeners on loopback and on an abstract Unix socket, a victim process of the
+same user, a directory that everybody may write to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+SECRET = f"canary-{secrets.token_hex(16)}"
+os.environ["RSTAR2_TEST_SECRET"] = SECRET
+
+from rstar2.codeenv.pool import Pool  # noqa: E402 - the secret must be in the environment first
+from rstar2.codeenv.protocol import RunRequest  # noqa: E402
+from rstar2.config import CodeEnvConfig  # noqa: E402
+from rstar2.errors import UserError  # noqa: E402
+from rstar2.types import Limits, encode  # noqa: E402
+
+
+class Canaries:
+    """What attacks reach for, and whether they got there."""
+
+    def __init__(self) -> None:
+        self.contacts: list[str] = []
+        home = Path("/srv/cell/service")
+        home.mkdir(mode=0o755)
+        self.secret_file = home / "secret.txt"
+        self.secret_file.write_text(SECRET)
+        self.secret_file.chmod(0o644)
+        self.open_directory = Path("/srv/cell/everybody")
+        self.open_directory.mkdir()
+        self.open_directory.chmod(0o777)
+        self.victim = subprocess.Popen(["sleep", "100000"])
+        self.tcp = self._listen(socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0))
+        self.udp = self._listen(socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0))
+        self._listen(socket.AF_UNIX, socket.SOCK_STREAM, "\0rstar2-canary")
+        self.unix_path = str(home / "service.sock")
+        self._listen(socket.AF_UNIX, socket.SOCK_STREAM, self.unix_path)
+        Path(self.unix_path).chmod(0o777)
+
+    def _listen(self, family: int, kind: int, address: Any) -> int:
+        sock = socket.socket(family, kind)
+        sock.bind(address)
+        if kind == socket.SOCK_STREAM:
+            sock.listen(8)
+        threading.Thread(target=self._serve, args=(sock, kind, str(address)), daemon=True).start()
+        return sock.getsockname()[1] if family == socket.AF_INET else 0
+
+    def _serve(self, sock: socket.socket, kind: int, label: str) -> None:
+        while True:
+            if kind == socket.SOCK_STREAM:
+                sock.accept()[0].close()
+            else:
+                sock.recvfrom(100)
+            self.contacts.append(label)
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "secret": SECRET,
+            "secret_file": str(self.secret_file),
+            "open_directory": str(self.open_directory),
+            "victim": self.victim.pid,
+            "server": os.getpid(),
+            "tcp": self.tcp,
+            "udp": self.udp,
+            "unix_path": self.unix_path,
+            "secret_address": _address(SECRET),
+        }
+
+    def damage(self) -> list[str]:
+        """Everything that is not as it was; empty if nothing got through."""
+        found = [f"contact on {label}" for label in self.contacts]
+        if self.victim.poll() is not None:
+            found.append(f"victim ended: {self.victim.returncode}")
+        if (
+            self.secret_file.read_text() != SECRET
+            or self.secret_file.stat().st_mode & 0o777 != 0o644
+        ):
+            found.append("secret file changed")
+        found += [f"planted {p}" for p in self.open_directory.iterdir()]
+        return found
+
+
+def _address(text: str) -> int:
+    """Where the characters of an ASCII string lie in this process."""
+    return id(text) + sys.getsizeof(text) - len(text) - 1
+
+
+class Server:
+    def __init__(self, pool: Pool, canaries: Canaries) -> None:
+        self.pool = pool
+        self.canaries = canaries
+
+    async def answer(self, order: dict[str, Any]) -> Any:
+        operation = order.pop("op")
+        handler = getattr(self, f"do_{operation}")
+        return await handler(**order)
+
+    async def do_run(self, limits: dict[str, Any], **fields: Any) -> Any:
+        result = await self.pool.run(
+            RunRequest(id=secrets.token_hex(8), limits=Limits(**limits), **fields)
+        )
+        return json.loads(encode(result))
+
+    async def do_runs(self, orders: list[dict[str, Any]]) -> Any:
+        return await asyncio.gather(*(self.do_run(**order) for order in orders))
+
+    async def do_open(self) -> Any:
+        return (await self.pool.open_session(None, None)).id
+
+    async def do_close_session(self, session: str) -> Any:
+        with contextlib.suppress(UserError):
+            await self.pool.close_session(session)
+
+    async def do_unjailed(self, code: str) -> Any:
+        """Run a program in the cell but outside the jail: shows that an attack has teeth."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            cwd="/srv/cell/everybody",
+        )  # fmt: skip
+        out, _ = await asyncio.wait_for(process.communicate(), 20)
+        return out.decode("utf-8", "replace")
+
+    async def do_forgive(self) -> Any:
+        """Contacts of the attacks that were meant to get through."""
+        await asyncio.sleep(0.05)
+        self.canaries.contacts.clear()
+
+    async def do_damage(self) -> Any:
+        for _ in range(100):
+            left = self.leftovers()
+            if not left:
+                break
+            await asyncio.sleep(0.03)
+        return self.canaries.damage() + left
+
+    def leftovers(self) -> list[str]:
+        """Processes that are not ours, and files in /tmp that nobody should have made."""
+        ours = {1, os.getpid(), self.canaries.victim.pid}
+        ours |= {z.pid for z in self.pool.stock.zygotes.values()}
+        ours |= {link.pid for link in self.pool.stock.links}
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) not in ours:
+                with contextlib.suppress(OSError):
+                    status = (entry / "stat").read_text()
+                    command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    session_heads = any(link.spec.session for link in self.pool.stock.links)
+                    starting = "zygote" in command and status.split()[3] == str(os.getpid())
+                    if not session_heads and not starting:
+                        found.append(f"process left: {status.split()[:4]} {command[-60:]}")
+        expected = {Path(self.pool.stock.directory).name}
+        found += [f"file left: {p}" for p in Path("/tmp").iterdir() if p.name not in expected]
+        allowed = {link.name for link in self.pool.stock.links} | {"canary"}
+        with contextlib.suppress(OSError):
+            inside = {p.name for p in Path(self.pool.stock.directory).iterdir()}
+            found += [f"scratch left: {name}" for name in inside - allowed]
+        return found
+
+
+async def main(level: str) -> None:
+    pool = Pool(CodeEnvConfig(slots=2, isolation=level), level)
+    await pool.start()
+    server = Server(pool, Canaries())
+    print(json.dumps({"ready": True, **server.canaries.facts()}), flush=True)
+    loop = asyncio.get_running_loop()
+    while True:
+        line = await loop.run_in_executor(None, sys.stdin.readline)
+        if not line:
+            break
+        try:
+            answer = {"ok": await server.answer(json.loads(line))}
+        except Exception as error:  # noqa: BLE001 - shown by the test that caused it
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+    await pool.close(0)
+    left = [p.name for p in Path("/tmp").iterdir() if p.name.startswith("rstar2")]
+    print(json.dumps({"left": left}), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    level = json.loads(sys.stdin.readline())["level"]
+    asyncio.run(main(level))

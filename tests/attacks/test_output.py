@@ -1,0 +1,76 @@
+"""Attacks through output: endless, huge, not text."""
+
+from __future__ import annotations
+
+
+def test_endless_output_is_stopped_with_both_ends_kept(cell):
+    result = cell.run("i = 0\nwhile True:\n    print(i)\n    i += 1", output_chars=1000)
+    assert result["outcome"] == "output_limit"
+    assert result["stdout"].startswith("0\n1\n")
+    assert "characters cut" in result["stdout"]
+    assert result["truncated"]["stdout"] > 0
+    assert len(result["stdout"]) < 1100
+
+
+def test_endless_output_without_newlines_is_stopped(cell):
+    result = cell.run("import os\nwhile True:\n    os.write(1, b'x' * 65536)")
+    assert result["outcome"] == "output_limit"
+
+
+def test_endless_error_output_is_stopped(cell):
+    result = cell.run("import sys\nwhile True:\n    sys.stderr.write('x' * 10000)")
+    assert result["outcome"] == "output_limit"
+
+
+def test_one_huge_line_is_cut_in_the_middle(cell):
+    result = cell.run("print('a' * 40000 + 'end')", output_chars=500)
+    assert result["outcome"] == "ok"
+    assert result["stdout"].startswith("aaa")
+    assert result["stdout"].endswith("end\n")
+    assert result["truncated"]["stdout"] == 40004 - 500
+
+
+def test_output_that_is_not_utf8_is_shown_with_replacements(cell):
+    result = cell.run("import os\nos.write(1, bytes([0xff, 0xfe, 65, 0xc3]))")
+    assert result["outcome"] == "ok"
+    assert "A" in result["stdout"]
+    assert "�" in result["stdout"]
+
+
+def test_nul_bytes_arrive_unharmed(cell):
+    result = cell.run("print('a\\0b')")
+    assert result["stdout"] == "a\0b\n"
+
+
+def test_terminal_sequences_arrive_as_data(cell):
+    result = cell.run("print('\\x1b[2J\\x1b]0;title\\x07x')")
+    assert result["stdout"] == "\x1b[2J\x1b]0;title\x07x\n"
+
+
+def test_lone_surrogates_do_not_break_the_answer(cell):
+    assert cell.run("print('\\ud800x')")["outcome"] == "ok"
+    assert cell.run("'\\ud800x'")["outcome"] == "ok"
+
+
+def test_value_too_long_is_cut(cell):
+    result = cell.run("'y' * 3_000_000", output_chars=1000)
+    assert result["outcome"] == "ok"
+    assert result["truncated"]["value"] > 2_900_000
+    assert len(result["value"]) < 1100
+
+
+def test_traceback_too_long_is_cut(cell):
+    result = cell.run("raise ValueError('z' * 3_000_000)", output_chars=1000)
+    assert result["outcome"] == "exception"
+    assert result["truncated"]["traceback"] > 2_900_000
+    assert len(result["traceback"]) < 1100
+    assert len(result["message"]) < 3000
+
+
+def test_nonblocking_output_does_not_hang_the_worker(cell):
+    result = cell.run(
+        "import os\nos.set_blocking(1, False)\nn = 0\n"
+        "try:\n    while n < 10**6:\n        n += os.write(1, b'x' * 10000)\n"
+        "except BlockingIOError:\n    pass"
+    )
+    assert result["outcome"] in ("ok", "exception", "output_limit")
