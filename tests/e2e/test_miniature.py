@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
+from driving import drive
 
 from rstar2.pipeline.figures import timeless
 from rstar2.record import is_finished, read_evaluations, read_events, read_groups, read_metrics
 
-DRIVE = Path(__file__).with_name("drive.py")
-DEADLINE_S = 150
 WATCHED = """
     reward accuracy/even accuracy/odd tool_errors response_length turns truncated no_answer
     groups/drawn groups/used groups/dropped groups/refilled rollouts/drawn rollouts/lost
     entropy grad_norm lr loss time/generate time/tools time/grade time/learn time/publish
     time/step tokens_per_s engine/kv_share engine/idle_share weights/probe_gap
 """.split()  # noqa: SIM905
-
-
-def drive(data: Path, run: Path, moment: str = "never") -> int:
-    """Run the miniature in its own process; returns how it ended."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "RSTAR2_TEST_RUN": str(run)}
-    done = subprocess.run(
-        [sys.executable, str(DRIVE), str(data), str(run), moment],
-        env=environment,
-        timeout=DEADLINE_S,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode not in (0, 3, -signal.SIGKILL):
-        raise AssertionError(f"{moment}: ended with {done.returncode}\n{done.stderr[-4000:]}")
-    return done.returncode
 
 
 def figures(run: Path) -> list[dict[str, Any]]:
@@ -54,14 +33,6 @@ def sampled(run: Path) -> dict[str, list[Any]]:
         for stage in ("short", "hard")
         for line in read_groups(run, stage)
     }
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was never interrupted."""
-    root = tmp_path_factory.mktemp("miniature")
-    assert drive(root / "data", root / "run") == 0
-    return root / "run"
 
 
 def test_every_stage_is_recorded_once(finished: Path) -> None:

@@ -1,0 +1,28 @@
+"""Runs of the miniature in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+DRIVE = Path(__file__).with_name("drive.py")
+DEADLINE_S = 150
+
+
+def drive(data: Path, run: Path, moment: str = "never") -> int:
+    """Run the miniature in its own process; returns how it ended."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "RSTAR2_TEST_RUN": str(run)}
+    done = subprocess.run(
+        [sys.executable, str(DRIVE), str(data), str(run), moment],
+        env=environment,
+        timeout=DEADLINE_S,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode not in (0, 3, -signal.SIGKILL):
+        raise AssertionError(f"{moment}: ended with {done.returncode}\n{done.stderr[-4000:]}")
+    return done.returncode

@@ -1,0 +1,107 @@
+"""What a run does when parts of it fail: it goes on, or stops with the best it had."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from miniature import miniature
+
+from rstar2.config import Recipe
+from rstar2.errors import RecipeError
+from rstar2.pipeline import parts
+from rstar2.pipeline.controller import Result, run
+from rstar2.pipeline.view import Quiet, StageKind
+from rstar2.record import RunDirectory, read_events, read_metrics
+
+STAGE = {"name": "only", "max_length": 128, "max_turns": 3, "steps": 3}
+
+
+@dataclass
+class Watcher(Quiet):
+    """Calls back once, at the first sign of progress in a stage."""
+
+    stage_name: str = ""
+    then: Callable[[], None] = lambda: None
+    at: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def stage(self, name: str, kind: StageKind, total: int, done: int = 0) -> None:
+        self.at = name
+
+    def progress(self, done: int, total: int, unit: str = "rollouts") -> None:
+        if self.at == self.stage_name:
+            self.stage_name = ""
+            self.then()
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def recipe_from(finished: Path, directory: Path, **rl: Any) -> Recipe:
+    """RL alone, from the weights that SFT made in a finished run."""
+    base = miniature(directory)
+    return miniature(
+        directory,
+        sft=None,
+        rl=base.rl.model_dump() | {"stages": [STAGE]} | rl,
+        model={"path": str(finished / "exports" / "sft"), "max_length": 128},
+        evaluation=base.evaluation.model_dump() | {"count": 2, "samples": 1},
+    )
+
+
+def execute(recipe: Recipe, path: Path, view: Watcher) -> Result:
+    with RunDirectory.create_or_resume(path, recipe) as directory:
+        return asyncio.run(run(recipe, directory, view))
+
+
+def test_killed_engine_comes_back_and_no_rollout_is_lost(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines: list[Any] = []
+    make = parts.make_engines
+
+    def remember(*args: Any) -> list[Any]:
+        engines.extend(make(*args))
+        return engines
+
+    monkeypatch.setattr(parts, "make_engines", remember)
+
+    def kill_engine() -> None:
+        os.kill(engines[0]._link._body.pid, signal.SIGKILL)
+
+    view = Watcher(stage_name="only", then=kill_engine)
+    execute(recipe_from(finished, tmp_path / "data"), tmp_path / "run", view)
+    steps = [m for m in read_metrics(tmp_path / "run") if m["stage"] == "only"]
+    assert [m["step"] for m in steps] == [1, 2, 3]
+    assert sum(m["engine/deaths"] for m in steps) >= 1
+    assert sum(m["rollouts/lost"] for m in steps) == 0
+
+
+def test_collapse_ends_training_and_the_best_weights_are_kept(
+    finished: Path, tmp_path: Path
+) -> None:
+    recipe = recipe_from(finished, tmp_path / "data", collapse={"window": 2, "entropy_floor": 9.0})
+    view = Watcher()
+    result = execute(recipe, tmp_path / "run", view)
+    assert "entropy" in result.collapsed
+    assert result.rl_steps == 2, "the third step is not taken"
+    assert set(result.exports) == {"best", "only"}
+    assert any("collapsed" in note for note in view.notes)
+    again = execute(recipe, tmp_path / "run", Watcher())
+    assert (again.rl_steps, again.collapsed) == (2, result.collapsed), "nor by the same command"
+
+
+def test_what_cannot_work_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    recipe = miniature(tmp_path / "data")
+    stale = recipe.model_copy(update={"rl": recipe.rl.model_copy(update={"staleness": 1})})
+    with pytest.raises(RecipeError, match=r"rl\.staleness=1"):
+        execute(stale, tmp_path / "run", Watcher())
+    assert not (tmp_path / "run" / "model").exists()
+    assert [e["event"] for e in read_events(tmp_path / "run")] == ["started"]
