@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ class LearnerGroup:
             try:
                 return self._ranks.call(method, args, self._deadline_s)
             except InfrastructureError:
-                self._ranks.close()
+                self._ranks.close(grace_s=0.0)
                 self._ranks = None
                 raise
 
@@ -150,12 +150,14 @@ class _Ranks:
     """Processes and pipes of a group."""
 
     def __init__(self, args: tuple[Any, ...], options: dict[str, Any], count: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        # A clean process imports torch once and forks the ranks, instead of one import per rank.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
         self._rendezvous = tempfile.TemporaryDirectory(prefix="rstar2-ranks-")
         store = Path(self._rendezvous.name) / "store"
         self._pipes: list[Connection] = []
         self._lifelines: list[Connection] = []
-        self._processes: list[SpawnProcess] = []
+        self._processes: list[ForkServerProcess] = []
         try:
             for rank in range(count):
                 ours, theirs = context.Pipe()
@@ -174,7 +176,7 @@ class _Ranks:
                 self._processes.append(process)
             self._answers("start", START_S)
         except BaseException:
-            self.close()
+            self.close(grace_s=0.0)
             raise
 
     def call(self, method: str, args: tuple[Any, ...], deadline_s: float) -> Any:
@@ -226,17 +228,18 @@ class _Ranks:
                 pipe.recv()
         raise error
 
-    def close(self) -> None:
+    def close(self, grace_s: float = CLOSE_S) -> None:
         """Ask, then insist."""
-        for pipe in self._pipes:
+        for pipe in self._pipes if grace_s else ():
             with contextlib.suppress(OSError):
                 pipe.send(None)
-        ends = time.monotonic() + CLOSE_S
+        ends = time.monotonic() + grace_s
         for process in self._processes:
-            process.join(max(0.1, ends - time.monotonic()))
+            process.join(max(0.0, ends - time.monotonic()))
             if process.is_alive():
                 process.kill()
-                process.join()
+        for process in self._processes:
+            process.join()
             process.close()
         for pipe in (*self._pipes, *self._lifelines):
             pipe.close()

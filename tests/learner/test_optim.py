@@ -1,0 +1,96 @@
+"""Schedules by hand, Muon against the definition, state by name."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from learner_helpers import VOCABULARY, make_learner
+
+from rstar2.config import OptimizerConfig
+from rstar2.errors import RecipeError
+from rstar2.learner.optim import lr_factor, orthogonalise
+
+
+@pytest.mark.parametrize(
+    ("step", "warmup", "schedule", "expected"),
+    [
+        (0, 0, "constant", 1.0),
+        (0, 4, "constant", 0.25),
+        (3, 4, "constant", 1.0),
+        (99, 4, "constant", 1.0),
+        (0, 0, "cosine", 1.0),
+        (50, 0, "cosine", 0.5),
+        (100, 0, "cosine", 0.0),
+        (400, 0, "cosine", 0.0),
+        (60, 20, "cosine", 0.5),
+    ],
+)
+def test_schedule(step: int, warmup: int, schedule: str, expected: float) -> None:
+    config = OptimizerConfig(warmup_steps=warmup, schedule=schedule)
+    assert lr_factor(step, config, 100) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(5, 8, 8), (3, 4, 12), (2, 12, 4)])
+def test_orthogonalise_brings_singular_values_near_one(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    matrices = torch.randn(shape)
+    found = orthogonalise(matrices)
+    values = torch.linalg.svdvals(found)
+    assert values.min() > 0.3
+    assert values.max() < 1.3
+    alone = torch.stack([orthogonalise(m[None])[0] for m in matrices])
+    assert torch.allclose(found, alone, atol=1e-5)
+
+
+def rows(seed: int, count: int = 8) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    rng = random.Random(seed)
+    made = []
+    for _ in range(count):
+        half = tuple(rng.randrange(3, VOCABULARY) for _ in range(6))
+        made.append((half + half, (0,) * 6 + (1,) * 6))
+    return made
+
+
+@pytest.mark.parametrize("matrix_optimizer", ["adamw", "muon"])
+def test_training_lowers_the_loss(model_dir: Path, matrix_optimizer: str) -> None:
+    config = OptimizerConfig(lr=3e-3, matrix_lr=0.02, matrix_optimizer=matrix_optimizer)
+    learner = make_learner(model_dir, config)
+    before = learner.sft_loss(rows(0))
+    losses = [learner.sft_step(rows(0))["loss"] for _ in range(10)]
+    assert losses[0] == pytest.approx(before, rel=1e-6)
+    assert learner.sft_loss(rows(0)) < 0.8 * before
+
+
+def test_muon_takes_the_layers_matrices_only(model_dir: Path) -> None:
+    learner = make_learner(model_dir, OptimizerConfig(matrix_optimizer="muon"))
+    moments = learner._optimizers.state()
+    muon = {name.removesuffix(".momentum") for name in moments if name.endswith(".momentum")}
+    assert muon == {n for n in learner._named() if "_proj" in n}
+    assert "model.embed_tokens.weight.exp_avg" in moments
+
+
+def test_warmup_sets_the_rate(model_dir: Path) -> None:
+    learner = make_learner(model_dir, OptimizerConfig(lr=1e-3, warmup_steps=2))
+    assert [learner.sft_step(rows(0))["lr"] for _ in range(3)] == [5e-4, 1e-3, 1e-3]
+
+
+def test_reset_forgets_and_retune_keeps(model_dir: Path) -> None:
+    learner = make_learner(model_dir, OptimizerConfig(lr=1e-3))
+    learner.sft_step(rows(0))
+    learner.retune(OptimizerConfig(lr=5e-4))
+    assert learner._optimizers.steps == 1
+    assert learner.sft_step(rows(0))["lr"] == 5e-4
+    learner.reset_optimizer()
+    assert learner._optimizers.steps == 0
+    assert all(not value.any() for value in learner._optimizers.state().values())
+    with pytest.raises(RecipeError, match="matrix_optimizer"):
+        learner.retune(OptimizerConfig(matrix_optimizer="muon"))
+
+
+def test_rows_with_nothing_to_predict_are_left_out(model_dir: Path) -> None:
+    learner = make_learner(model_dir)
+    silent = ((1, 2, 3), (0, 0, 0))
+    assert learner.sft_loss([*rows(0), silent]) == pytest.approx(learner.sft_loss(rows(0)))
