@@ -1,4 +1,4 @@
-"""One cell per variant for the whole attack suite; every attack ends with a look at the canaries."""
+"""One cell per variant for all attacks; every attack ends with a look at the canaries."""
 
 from __future__ import annotations
 

@@ -78,6 +78,8 @@ def test_source_with_lone_surrogates_is_an_error_or_runs(cell):
 
 @pytest.mark.parametrize("number", [15, 2, 1, 13, 24, 25, 31])
 def test_suicide_by_signal_is_reported(cell, number):
-    code = f"import os, signal\nsignal.signal({number}, signal.SIG_DFL)\nos.kill(os.getpid(), {number})"
-    result = cell.run(code)
+    result = cell.run(
+        f"import os, signal\nsignal.signal({number}, signal.SIG_DFL)\n"
+        f"os.kill(os.getpid(), {number})"
+    )
     assert (result["outcome"], result["signal"]) == ("killed", number)

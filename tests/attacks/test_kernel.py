@@ -100,7 +100,8 @@ def test_terminal_cannot_be_typed_into(cell):
 
 def test_setuid_programs_gain_nothing(cell):
     result = cell.run(
-        "import subprocess\nprint(subprocess.run(['su', '-c', 'id'], capture_output=True, text=True))"
+        "import subprocess\n"
+        "print(subprocess.run(['su', '-c', 'id'], capture_output=True, text=True))"
     )
     assert "uid=0" not in result["stdout"]
 
@@ -109,7 +110,8 @@ def test_no_capability_is_left(cell):
     result = cell.run(
         "import ctypes, struct\nlibc = ctypes.CDLL(None)\n"
         "header = ctypes.create_string_buffer(struct.pack('Ii', 0x20080522, 0), 8)\n"
-        "data = ctypes.create_string_buffer(24)\nlibc.capget(header, data)\nprint(data.raw == bytes(24))"
+        "data = ctypes.create_string_buffer(24)\nlibc.capget(header, data)\n"
+        "print(data.raw == bytes(24))"
     )
     assert result["stdout"] == "True\n"
 

@@ -1,4 +1,4 @@
-"""Attacks with and on processes: bombs, signals, daemons that outlive the call or hold its pipes."""
+"""Attacks with and on processes: bombs, signals, daemons that outlive the call."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ def test_proc_mem_of_the_service_cannot_be_opened(cell):
 def test_process_vm_readv_is_refused(cell):
     cell.gets_nothing(
         "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
-        "class V(ctypes.Structure):\n    _fields_ = [('b', ctypes.c_void_p), ('n', ctypes.c_size_t)]\n"
+        "class V(ctypes.Structure):\n"
+        "    _fields_ = [('b', ctypes.c_void_p), ('n', ctypes.c_size_t)]\n"
         "buffer = ctypes.create_string_buffer(64)\n"
         "ours = V(ctypes.addressof(buffer), 64)\n"
         "for pid in (<server>, 1):\n"
@@ -55,8 +56,8 @@ def test_data_of_an_earlier_call_is_not_in_the_memory_of_the_next(cell):
         "found = []\n"
         "for thing in gc.get_objects():\n"
         "    if isinstance(thing, dict):\n"
-        "        found += [v for v in list(thing.values()) if isinstance(v, (str, bytes, bytearray))"
-        " and (needle in v if not isinstance(v, str) else needle.decode() in v)]\n"
+        "        found += [v for v in list(thing.values())"
+        " if isinstance(v, (str, bytes, bytearray)) and (needle in v if not isinstance(v, str) else needle.decode() in v)]\n"
         "print(len([f for f in found if f is not needle]))"
     )
     assert result["outcome"] == "ok", result

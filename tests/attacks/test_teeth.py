@@ -18,7 +18,7 @@ ATTACKS = {
     "os.unlink('<open_directory>/p')\nprint('PWNED')",
     "memory of the service": "with open('/proc/<server>/mem', 'rb') as f:\n"
     "    f.seek(<secret_address>)\n    assert b'canary-' in f.read(64)\n    print('PWNED')",
-    "namespaces": "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0\nprint('PWNED')",
+    "namespaces": "import ctypes\nassert ctypes.CDLL(None).unshare(0x20000) == 0\nprint('PWNED')",
     "memfd": "import os\nos.memfd_create('x')\nprint('PWNED')",
 }
 

@@ -32,6 +32,8 @@ _HEAD_FD = 4
 _CREDENTIALS = struct.Struct("iii")
 _ORDER = struct.Struct("<cI")
 _DONE = struct.Struct("<cq")
+_WINDOW = 20_000
+"""Numbers to kill blindly when a program holds every process that the worker may have."""
 
 
 class Head:
@@ -49,12 +51,8 @@ class SessionWorker(Worker):
         super().__init__(*arguments)
         self.heads: dict[bytes, Head] = {}
         self.filter = None if self.spec.forks else seccomp.CallFilter(self.spec.level, session=True)
-        self.children = -1
-        if self.spec.level != "strict":
-            path = f"/proc/self/task/{os.getpid()}/children"
-            opened = os.open(path, os.O_RDONLY)
-            self.children = os.dup2(opened, 201, inheritable=False)
-            os.close(opened)
+        self.listing = _open_listing(self.spec)
+        self.lost = False
 
     def answer(self, request: Request) -> None:
         name = bytes(self.body.view[: request.name])
@@ -121,8 +119,8 @@ class SessionWorker(Worker):
             Reply(
                 request.seq,
                 status,
-                call.cause,
-                0,
+                frames.PROCESSES if self.lost else call.cause,
+                int(self.lost),
                 out.used,
                 err.used,
                 record.used,
@@ -177,7 +175,7 @@ class SessionWorker(Worker):
         left = super()._next_look(call)
         if left is None or self.spec.forks or self.spec.level == "strict":
             return left
-        if len(os.pread(self.children, 1 << 16, 0).split()) > len(self.heads) + 1:
+        if len(self._listed()) > len(self.heads) + 1:
             call.kill(frames.PROCESSES)
             return None
         return left
@@ -196,37 +194,41 @@ class SessionWorker(Worker):
     def _sweep_all_but_heads(self) -> None:
         """Kill and reap everything in this worker except the heads."""
         keep = {head.pid for head in self.heads.values()}
-        if self.spec.level == "strict":
-            self._sweep_namespace(keep)
-        else:
-            self._sweep_children(keep)
-
-    def _sweep_namespace(self, keep: set[int]) -> None:
-        """Kill by number until no new process has appeared between two looks."""
-        newest = 1
-        while True:
-            latest = jail.fork()  # the newest pid of the namespace bounds all others
-            if latest == 0:
-                os._exit(0)
-            os.waitpid(latest, 0)
-            for pid in range(2, latest):
-                if pid not in keep:
-                    _kill(pid)
-            self._reap()
-            if latest == newest + 1:
-                return
-            newest = latest
-
-    def _sweep_children(self, keep: set[int]) -> None:
-        """Without a PID namespace: every clone is a child of this process, and listed."""
-        while True:
-            others = {int(pid) for pid in os.pread(self.children, 1 << 20, 0).split()} - keep
-            if not others:
-                return
+        if self.listing < 0:
+            self.lost = not self._sweep_by_number(keep)
+            return
+        while others := self._listed() - keep:
             for pid in others:
                 _kill(pid)
             self._reap()
             time.sleep(0.0005)
+
+    def _listed(self) -> set[int]:
+        return {int(pid) for pid in os.pread(self.listing, 1 << 20, 0).split()}
+
+    def _sweep_by_number(self, keep: set[int]) -> bool:
+        """Kill every number of the namespace until no new process has appeared between two looks.
+
+        False if a program used up all processes or numbers: that costs it its session.
+        """
+        newest, full = 1, 0
+        while full < 3:
+            latest = _newest_pid()
+            if latest is None:  # no process can be made: something still makes them
+                full += 1
+                bound = newest + _WINDOW
+            elif latest < newest:
+                return False
+            else:
+                bound = latest
+            for pid in range(2, bound):
+                if pid not in keep:
+                    _kill(pid)
+            self._reap()
+            if latest == newest + 1:
+                return True
+            newest = latest or newest
+        return False
 
     def _reap(self) -> None:
         heads = {head.pid: name for name, head in self.heads.items()}
@@ -253,6 +255,31 @@ class SessionWorker(Worker):
             head_loop(socket.socket(fileno=_HEAD_FD), self.spec.level)
         finally:
             os._exit(121)
+
+
+def _open_listing(spec: jail.JailSpec) -> int:
+    """Without a PID namespace: the worker's children, listed anew at each read; else -1.
+
+    Opened before the jail shuts. Every process there is a child of the worker (CLONE_PARENT).
+    """
+    if spec.level == "strict":
+        return -1
+    opened = os.open(f"/proc/self/task/{os.getpid()}/children", os.O_RDONLY)
+    kept = os.dup2(opened, 201, inheritable=False)
+    os.close(opened)
+    return kept
+
+
+def _newest_pid() -> int | None:
+    """The highest number given out in this namespace so far; None if no process can be made."""
+    try:
+        pid = jail.fork()
+    except OSError:
+        return None
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return pid
 
 
 def _kill(pid: int) -> None:

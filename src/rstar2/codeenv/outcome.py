@@ -43,7 +43,7 @@ def limits_hit(cause: int, limits: Limits) -> tuple[Outcome, str] | None:
     if cause == frames.SCRATCH:
         return Outcome.KILLED, f"Stopped: its files took more than {limits.scratch_mb} MB."
     if cause == frames.PROCESSES:
-        return Outcome.KILLED, "Stopped: programs cannot start processes here."
+        return Outcome.KILLED, "Stopped: it started more processes than it may."
     return None
 
 

@@ -135,6 +135,8 @@ class Sessions:
         if reply.cause == frames.NO_SESSION:
             self._forget(session)
             raise Lost(f"session {session!r} ended: its process is gone")
+        if reply.retire:
+            self._forget_family(lease.family)
         lease.info = replace(lease.info, calls=lease.info.calls + 1)
         return reply, body
 
