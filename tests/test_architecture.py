@@ -14,7 +14,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "rstar2"
 
 LAYERS = (
     {"types", "errors", "seeds", "environment"},
-    {"config", "record"},
+    {"config", "record", "track"},
     {
         *("agent", "codeenv", "engine", "entropy", "evaluate", "grpo", "learner"),
         *("problems", "report", "reward", "rollout", "viewer"),

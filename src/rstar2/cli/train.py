@@ -26,6 +26,7 @@ from rstar2.config.show import render
 from rstar2.errors import RecipeError, UserError
 from rstar2.pipeline.view import View
 from rstar2.record import RunDirectory, is_finished, read_evaluations
+from rstar2.track import check_trackers
 from rstar2.types import encode
 
 Pipeline = Callable[[Recipe, RunDirectory, View], Awaitable[Any]]
@@ -33,12 +34,13 @@ Pipeline = Callable[[Recipe, RunDirectory, View], Awaitable[Any]]
 INTRO = """\
 [bold]rstar2 quickstart[/]  the whole rStar2-Agent recipe, small enough for this machine
 
-  A model with less than a million parameters is made from a seed. [cyan]SFT[/] teaches it how to
-  write a tool call, not which one is right. Three stages of [cyan]RL[/] with GRPO-RoC then
-  reward nothing but right answers: it draws rollouts, runs their Python in a jail, and learns
-  from clean successes and varied failures. What it can do is measured after every stage.
+  A model of less than a million parameters is made from a seed. [cyan]SFT[/] teaches
+  it how to write a tool call, not which one is right. Three stages of [cyan]RL[/] with
+  GRPO-RoC then reward nothing but right answers: the model draws rollouts, its
+  Python runs in a jail, and it learns from clean successes and varied failures.
+  What it can do is measured on held-out problems after every stage.
 
-  Stop it with Ctrl-C whenever you like; the same command goes on from there.
+  Stop with Ctrl-C whenever you like: the same command goes on from there.
 """
 
 RecipeArgument = Annotated[
@@ -143,6 +145,7 @@ def execute(
         conclude(path, json=json)
         return
     preflight(recipe, path)
+    check_trackers(recipe)
     with RunDirectory.create_or_resume(path, recipe, fresh=fresh) as directory:
         if directory.resumed:
             console.print(f"going on with the run in [bold]{path}[/]")

@@ -263,6 +263,8 @@ class RecordConfig(Section):
     keep_checkpoints: int = Field(2, ge=1)
     checkpoint_every: int = Field(5, ge=1)
     """RL steps between checkpoints (a stage's last step is always saved)."""
+    trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    """Where metrics are copied to besides the run directory (extra `track`)."""
 
 
 class Recipe(Section):

@@ -24,6 +24,7 @@ from rstar2.record.read import (
     read_lines,
     read_recipe,
 )
+from rstar2.track import Trackers
 from rstar2.types import Evaluation, Group, Selection, encode
 
 SCHEMA = 1
@@ -73,6 +74,7 @@ class RunDirectory:
         }
         self._last: dict[str, int] = {}
         self._load_last_steps()
+        self._trackers = Trackers(recipe, path, self.event)
 
     @classmethod
     def create_or_resume(
@@ -128,6 +130,7 @@ class RunDirectory:
         self._last[stage] = step
         self._metrics.append({"stage": stage, "step": step, "time": time.time(), **values})
         self.flush()
+        self._trackers.step(stage, step, values)
 
     def trajectories(
         self, stage: str, step: int, group: Group, selection: Selection | None = None
@@ -155,6 +158,12 @@ class RunDirectory:
         self._check_stage(evaluation_stage(evaluation.stage, evaluation.mode))
         self._evaluations.append(evaluation)
         self.flush()
+        figures = {
+            "accuracy": evaluation.accuracy.mean,
+            "failing_calls_in_correct": evaluation.failing_calls_in_correct,
+            "mean_length": evaluation.mean_length,
+        }
+        self._trackers.evaluation(evaluation.stage, evaluation.step, evaluation.mode, figures)
 
     def event(self, name: str, **fields: Any) -> None:
         """Record that something happened. Events are never rewound."""
@@ -173,6 +182,7 @@ class RunDirectory:
 
     def close(self) -> None:
         """Flush, close and let the directory go; idempotent."""
+        self._trackers.close()
         for file in self._files():
             file.close()
         self.lock.release()
