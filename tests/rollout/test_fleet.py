@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -143,3 +145,42 @@ async def test_engine_with_old_weights_gets_nothing() -> None:
     fleet.join("new", 1)
     results = await asyncio.gather(*(turn(fleet, f"g/{i}") for i in range(6)))
     assert {r.engine for r in results} == {"new"}
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_deaths_cancellations_and_short_kv_lose_nothing(seed: int) -> None:
+    """Invariants 3 and 5 on the real mechanism: every rollout ends once, every token is freed."""
+    rng = random.Random(seed)
+    engines = [ScriptedEngine(f"e{i}", kv=rng.randint(100, 350)) for i in range(3)]
+    fleet = fleet_of(*engines, recover=True)
+    ended: Counter[str] = Counter()
+
+    async def one(name: str) -> None:
+        try:
+            await rollout(fleet, name, rng.randint(1, 4))
+            ended[name] += 1
+        except EngineError:
+            ended[name] += 1
+        finally:
+            await fleet.release(name)
+
+    async def trouble() -> None:
+        for _ in range(4):
+            await asyncio.sleep(rng.random() * 0.004)
+            rng.choice(engines).kill()
+
+    names = [f"g{i // 5}/{i}" for i in range(30)]
+    tasks = {name: asyncio.ensure_future(one(name)) for name in names}
+    killer = asyncio.ensure_future(trouble())
+    await asyncio.sleep(0.002)
+    cancelled = rng.sample(names, 4)
+    for name in cancelled:
+        tasks[name].cancel()
+    async with asyncio.timeout(20):
+        await asyncio.gather(*tasks.values(), killer, return_exceptions=True)
+    assert all(ended[name] == 1 for name in names if name not in cancelled)
+    assert max(ended.values()) == 1
+    for name in fleet.scheduler.engines:
+        assert fleet.scheduler.budget(name).reserved == 0
+    assert not any(engine.running for engine in engines)
+    await fleet.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -48,8 +48,6 @@ class GroupRunner:
     verifier: Verifier
     template: Template
     agent: AgentConfig
-    on_rollout: Callable[[], None] = lambda: None
-    """Called when a rollout has ended for good, whatever its end: for progress only."""
 
     async def run(
         self, problem: Problem, *, group_id: str, step: int, seeds: Sequence[int], limits: Limits
@@ -88,7 +86,6 @@ class GroupRunner:
                 trajectory = await grade(trajectory, problem, self.verifier, GRADE_DEADLINE_S)
             if trajectory.failure is None:
                 break
-        self.on_rollout()
         return replace(trajectory, attempts=attempt)
 
 

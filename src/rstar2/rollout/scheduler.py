@@ -101,6 +101,8 @@ class _Session:
     begun: bool = False
     tokens: int = 0
     truncated: bool = False
+    whole: bool = True
+    """False after a turn without a result: such a session teaches nothing about lengths."""
 
 
 @dataclass(slots=True)
@@ -200,14 +202,14 @@ class Scheduler:
         session = self._sessions[name]
         if session.phase is Phase.RUNNING and session.engine is not None:
             self._engines[session.engine].running.discard(name)
-        session.phase = Phase.HOLDING
+        session.phase, session.whole = Phase.HOLDING, False
 
-    def end(self, name: str, *, learn: bool = True) -> str | None:
+    def end(self, name: str) -> str | None:
         """The rollout is over: returns the engine whose cache may forget it. Idempotent."""
         session = self._sessions.pop(name, None)
         if session is None:
             return None
-        if learn and session.begun and session.phase is Phase.HOLDING:
+        if session.whole and session.begun and session.phase is Phase.HOLDING:
             self.lengths.observe(session.tokens - session.first_prompt, truncated=session.truncated)
         group = session.request.group
         self._group_sizes[group] -= 1
