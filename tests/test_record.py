@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from rstar2.config import Recipe, RlConfig, StageConfig
-from rstar2.errors import InvariantError, RecipeError, UserError
+from rstar2.errors import InfrastructureError, InvariantError, RecipeError, UserError
 from rstar2.record import (
     RunDirectory,
     read_environment,
@@ -257,6 +259,14 @@ def test_what_is_kept_of_trajectories(tmp_path: Path, keep: str, rollouts: int) 
         write_stage(run, "stage1", range(1, 2))
     found = [t for line in read_groups(tmp_path, "stage1") for t in line.group.trajectories]
     assert len(found) == rollouts
+
+
+def test_an_evaluation_of_nothing_is_not_recorded(tmp_path: Path) -> None:
+    nothing = replace(evaluation("sft", 3), accuracy=Estimate(math.nan, 0.0, 1.0, 0))
+    with RunDirectory.create_or_resume(tmp_path, recipe()) as run:
+        with pytest.raises(InfrastructureError, match="no problem could be graded"):
+            run.evaluation(nothing)
+    assert read_evaluations(tmp_path) == []
 
 
 def test_stage_order_follows_the_recipe() -> None:

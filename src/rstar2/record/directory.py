@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ import yaml
 
 from rstar2 import environment
 from rstar2.config import Recipe
-from rstar2.errors import InvariantError, RecipeError, UserError
+from rstar2.errors import InfrastructureError, InvariantError, RecipeError, UserError
 from rstar2.record.files import Head, JsonLines, RunLock, write_aside
 from rstar2.record.read import (
     GroupLine,
@@ -156,6 +157,10 @@ class RunDirectory:
     def evaluation(self, evaluation: Evaluation) -> None:
         """Record a complete evaluation, after its trajectories."""
         self._check_stage(evaluation_stage(evaluation.stage, evaluation.mode))
+        if not math.isfinite(evaluation.accuracy.mean):
+            raise InfrastructureError(
+                f"{evaluation.mode} evaluation of {evaluation.stage}: no problem could be graded"
+            )
         self._evaluations.append(evaluation)
         self.flush()
         figures = {
