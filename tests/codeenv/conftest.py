@@ -23,7 +23,7 @@ from rstar2.codeenv.serve import _Server
 from rstar2.codeenv.server import App
 from rstar2.codeenv.service import Service
 from rstar2.config import CodeEnvConfig
-from rstar2.errors import CodeEnvError, QueueFullError
+from rstar2.errors import CodeEnvError, QueueFullError, UserError
 from rstar2.types import Outcome, ToolResult
 
 
@@ -59,6 +59,8 @@ class FakeExecutor:
             self.running.discard(request.id)
 
     async def _obey(self, request: RunRequest) -> ToolResult:
+        if request.session is not None and request.session not in self.sessions:
+            raise UserError(f"no session {request.session!r}")
         word, _, rest = request.code.partition(" ")
         answered = request.id
         if word == "sleep":
@@ -88,13 +90,14 @@ class FakeExecutor:
 
     async def branch_session(self, session: str, branch: str | None) -> SessionInfo:
         if session not in self.sessions:
-            raise CodeEnvError(f"session {session!r} is not known here; it may have been lost")
+            raise UserError(f"no session {session!r}")
         info = SessionInfo(branch or secrets.token_hex(4), 300.0, parent=session)
         self.sessions[info.id] = info
         return info
 
     async def close_session(self, session: str) -> None:
-        del self.sessions[session]
+        if self.sessions.pop(session, None) is None:
+            raise UserError(f"no session {session!r}")
 
     def stats(self) -> PoolStats:
         completed = {"ok": self.executed.total()}

@@ -264,6 +264,17 @@ async def test_sessions_are_opened_branched_and_closed(serve: Any) -> None:
         assert list(server.executor.sessions) == ["s"]
 
 
+async def test_an_unknown_session_is_not_found(serve: Any) -> None:
+    async with serve() as server, httpx.AsyncClient() as http:
+        for answer in (
+            await http.post(server.url + "/v1/run", json=run("a", "echo 1", session="gone")),
+            await http.post(server.url + "/v1/sessions/gone/branch", json={}),
+            await http.delete(server.url + "/v1/sessions/gone"),
+        ):
+            assert answer.status_code == 404
+            assert "gone" in answer.json()["error"]["message"]
+
+
 async def test_health_tells_level_limits_and_load(serve: Any) -> None:
     async with serve() as server, httpx.AsyncClient() as http:
         health = (await http.get(server.url + "/health")).json()

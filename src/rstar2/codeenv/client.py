@@ -15,6 +15,7 @@ How calls travel is in `dispatch`, how servers are watched and revived in `endpo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import Sequence
 from types import TracebackType
@@ -198,12 +199,13 @@ class CodeEnvClient:
         return info
 
     async def close_session(self, session: str) -> None:
-        """End a session; one that died with its server is closed already."""
+        """End a session; one that expired or died with its server is closed already."""
         endpoint, life = self._session(session)
         del self._sessions[session]
         if endpoint.healthy and endpoint.health.server == life:
             path = f"/v1/sessions/{session}"
-            await endpoint.json("DELETE", path, None, dict, SESSION_DEADLINE_S)
+            with contextlib.suppress(UserError):
+                await endpoint.json("DELETE", path, None, dict, SESSION_DEADLINE_S)
 
     def _session(self, session: str) -> tuple[Endpoint, str]:
         known = self._sessions.get(session)

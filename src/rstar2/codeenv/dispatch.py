@@ -302,6 +302,8 @@ class Dispatcher:
             return self._retry(batch, call, "shutting_down", error.message, counts=False)
         if error.code == "infrastructure":
             return self._retry(batch, call, "infrastructure", error.message)
+        if error.code == "not_found" and call.pinned is not None:
+            return self._close(batch, call, failure(call.request, error.message, "", call.attempts))
         if error.code == "too_large":
             return self._close(batch, call, _bad_arguments(call.request, error.message))
         return self._close(batch, call, to_exception(error))

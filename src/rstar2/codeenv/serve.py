@@ -95,35 +95,51 @@ async def serve(
 ) -> None:
     """Serve until a signal or the owner's death; returns when nothing is left."""
     check_exposure(config)
-    sock = bind(config)
-    pool = executor or make_executor(config)
     stop = _Stop()
-    try:
-        with stop.on_signals():
-            starting = asyncio.create_task(pool.start())
-            if not await stop.unless(starting):
-                starting.cancel()
-                await asyncio.gather(starting, return_exceptions=True)
-                return
-            server_id = f"{socket.gethostname()}:{sock.getsockname()[1]}:{secrets.token_hex(3)}"
-            service = Service(pool, config, server_id)
-            server = _Server(
-                uvicorn.Config(
-                    App(service, config.token), log_config=None, access_log=False, lifespan="off",
-                    server_header=False, timeout_keep_alive=75, ws="none", backlog=1024,
-                )
-            )  # fmt: skip
-            serving = asyncio.create_task(server.serve(sockets=[sock]))
-            watching = asyncio.create_task(_watch_owner(owner, stop)) if owner else None
-            stats = pool.stats()
-            on_ready(Ready(_url(config, sock), stats.isolation, stats.slots))
-            await stop.unless(serving)
-            await _shut_down(server, service, serving, stop, grace_s)
+    with bind(config) as sock, stop.on_signals():
+        watching = asyncio.create_task(_watch_owner(owner, stop)) if owner else None
+        pool = executor or make_executor(config)
+        try:
+            if await _start(pool, stop):
+                await _serve(config, pool, sock, stop, on_ready, grace_s)
+        finally:
             if watching is not None:
                 watching.cancel()
-    finally:
-        sock.close()
-        await pool.close(0.0)
+            await pool.close(0.0)
+
+
+async def _start(pool: Executor, stop: _Stop) -> bool:
+    """True when the pool is ready; False when a stop was asked for before."""
+    starting = asyncio.create_task(pool.start())
+    if await stop.unless(starting):
+        return True
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    return False
+
+
+async def _serve(
+    config: CodeEnvConfig,
+    pool: Executor,
+    sock: socket.socket,
+    stop: _Stop,
+    on_ready: Callable[[Ready], None],
+    grace_s: float,
+) -> None:
+    """Answer requests until a stop is asked for, then shut down in order."""
+    server_id = f"{socket.gethostname()}:{sock.getsockname()[1]}:{secrets.token_hex(3)}"
+    service = Service(pool, config, server_id)
+    server = _Server(
+        uvicorn.Config(
+            App(service, config.token), log_config=None, access_log=False, lifespan="off",
+            server_header=False, timeout_keep_alive=75, ws="none", backlog=1024,
+        )
+    )  # fmt: skip
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    stats = pool.stats()
+    on_ready(Ready(_url(config, sock), stats.isolation, stats.slots))
+    await stop.unless(serving)
+    await _shut_down(server, service, serving, stop, grace_s)
 
 
 async def _shut_down(
@@ -216,12 +232,12 @@ def main() -> int:
     """Entry of an owned server; see the module's docstring for the conversation."""
     logging.basicConfig(level=logging.WARNING, format="codeenv: %(levelname)s %(message)s")
     owner = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115
-    config = CodeEnvConfig.model_validate_json(_first_line(owner))
 
     def say(ready: Ready) -> None:
         os.write(1, msgspec.json.encode(ready) + b"\n")
 
     try:
+        config = CodeEnvConfig.model_validate_json(_first_line(owner))
         asyncio.run(serve(config, on_ready=say, owner=owner))
     except RstarError as error:
         say(Ready(error=type(error).__name__, message=str(error)))

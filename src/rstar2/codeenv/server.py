@@ -74,7 +74,9 @@ class App:
         except (CodeEnvError, InfrastructureError) as error:
             await _send_error(send, wire.WireError("infrastructure", f"{error.name}: {error}"))
         except UserError as error:
-            await _send_error(send, wire.WireError("invalid", str(error)))
+            named = scope["path"].startswith("/v1/sessions/")
+            code: wire.ErrorCode = "not_found" if named else "invalid"
+            await _send_error(send, wire.WireError(code, str(error), "session" if named else None))
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope["path"]

@@ -27,7 +27,7 @@ from rstar2.codeenv.protocol import Executor, RunRequest
 from rstar2.codeenv.results import failure, infrastructure, outcome
 from rstar2.codeenv.wire import Refusal, Request, Result
 from rstar2.config import CodeEnvConfig
-from rstar2.errors import InfrastructureError, InvariantError, QueueFullError
+from rstar2.errors import InfrastructureError, InvariantError, QueueFullError, UserError
 from rstar2.types import ToolResult
 
 log = logging.getLogger(__name__)
@@ -158,6 +158,10 @@ class Service:
             ) from error
         except InfrastructureError as error:
             return failure(request, f"{error.name}: {error}", self.server)
+        except UserError as error:
+            if isinstance(request, RunRequest) and request.session is not None:
+                raise Refusal("not_found", str(error), "session") from error
+            raise Refusal("invalid", str(error)) from error
 
     def _end(self, request: Request, task: asyncio.Task[Result]) -> None:
         entry = self._running.pop(request.id)
