@@ -187,4 +187,4 @@ def importance(gap_T: Tensor, sequence_T: Tensor, config: LossConfig) -> tuple[T
 
 def k3(log_ratio: Tensor) -> Tensor:
     """exp(d) - d - 1: an estimate of a KL divergence that is never negative."""
-    return log_ratio.exp() - log_ratio - 1.0
+    return torch.expm1(log_ratio) - log_ratio

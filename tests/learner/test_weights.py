@@ -1,0 +1,177 @@
+"""Publishing to engines, proven by the probe; the lr=0 self-test; exports."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from learner_helpers import make_learner
+from transformers import AutoModelForCausalLM
+
+from rstar2.config import LossConfig, OptimizerConfig
+from rstar2.engine.base import WeightUpdate
+from rstar2.engine.embedded import EmbeddedEngine
+from rstar2.errors import WeightUpdateError
+from rstar2.learner.learner import Learner
+from rstar2.learner.weights import publish
+from rstar2.types import Batch, EngineLoad, Sample, Sampling
+
+PROBE = tuple(range(1, 40))
+
+
+class FileEngine:
+    """An engine that reads weights from files, as a server in another process would."""
+
+    weight_transfer = "files"
+
+    def __init__(self, name: str = "files", ignores: bool = False) -> None:
+        self.name, self.version, self._ignores = name, 0, ignores
+        self._learner: Learner | None = None
+        self.path: Path | None = None
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        assert update.state is None
+        assert update.path is not None
+        self.path = update.path
+        self.version = update.version
+        if not (self._ignores and self._learner):
+            self._learner = make_learner(update.path)
+
+    async def load(self) -> EngineLoad:
+        return EngineLoad(0, 0, 0, 0, self.version)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        assert self._learner is not None
+        return self._learner.logprobs([token_ids])[0]
+
+
+@pytest.fixture
+async def embedded(model_dir: Path):
+    engine = EmbeddedEngine(
+        model_dir, kv_tokens=4096, max_sequences=16, max_length=256, process=False
+    )
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+def train(learner: Learner, batch: Batch) -> None:
+    learner.rl_step(batch, LossConfig(), 2)
+
+
+async def test_publish_to_memory_and_files(
+    model_dir: Path, batch: Batch, embedded: EmbeddedEngine
+) -> None:
+    learner, files = make_learner(model_dir, OptimizerConfig(lr=1e-2)), FileEngine()
+    for version in (1, 2):
+        train(learner, batch)
+        metrics = await publish(learner, [embedded, files], version, PROBE)  # type: ignore[list-item]
+        assert metrics["weights/version"] == version
+        assert metrics["weights/probe_gap"] < 1e-4
+        assert (await embedded.load()).version == version
+    assert files.path is not None
+    assert not files.path.exists(), "the directory of a finished update is removed"
+
+
+async def test_engine_that_keeps_old_weights_is_found_by_the_probe(
+    model_dir: Path, batch: Batch
+) -> None:
+    learner, stale = make_learner(model_dir, OptimizerConfig(lr=1e-2)), FileEngine("old", True)
+    await publish(learner, [stale], 1, PROBE)  # type: ignore[list-item]
+    train(learner, batch)
+    with pytest.raises(WeightUpdateError, match=r"version 2: logprobs of the probe differ.*old by"):
+        await publish(learner, [stale], 2, PROBE)  # type: ignore[list-item]
+
+
+async def test_slow_and_wrong_engines_are_named(model_dir: Path) -> None:
+    class Slow(FileEngine):
+        async def update_weights(self, update: WeightUpdate) -> None:
+            await asyncio.sleep(60)
+
+    class Behind(FileEngine):
+        async def load(self) -> EngineLoad:
+            return EngineLoad(0, 0, 0, 0, self.version - 1)
+
+    learner = make_learner(model_dir)
+    with pytest.raises(WeightUpdateError, match="slow did not take version 1"):
+        await publish(learner, [Slow("slow")], 1, PROBE, deadline_s=0.05)  # type: ignore[list-item]
+    with pytest.raises(WeightUpdateError, match="behind serves version 0, not 1"):
+        await publish(learner, [Behind("behind")], 1, PROBE)  # type: ignore[list-item]
+
+
+async def test_rollout_logprobs_match_the_learner_at_lr_zero(
+    model_dir: Path, embedded: EmbeddedEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sampled by the engine in two turns with tool tokens between, scored by the learner."""
+    rng = random.Random(0)
+    samples = []
+    for i in range(8):
+        ids = [rng.randrange(3, 97) for _ in range(rng.randint(3, 20))]
+        mask, logprobs = [0] * len(ids), [0.0] * len(ids)
+        for turn in range(2):
+            sampling = Sampling(max_new_tokens=rng.randint(5, 40), seed=10 * i + turn)
+            made = await embedded.generate(ids, sampling, session=str(i), deadline_s=60)
+            ids += made.token_ids
+            mask += [1] * len(made.token_ids)
+            logprobs += made.logprobs
+            if turn == 0:
+                ids, mask, logprobs = [*ids, 7, 8, 9], [*mask, 0, 0, 0], [*logprobs, 0, 0, 0]
+        await embedded.release(str(i))
+        samples.append(
+            Sample(tuple(ids), tuple(mask), tuple(logprobs), float(2 * (i % 2) - 1), "g", str(i), 0)
+        )
+    learner = make_learner(model_dir, OptimizerConfig(lr=0.0))
+    metrics = learner.rl_step(Batch(0, tuple(samples)), LossConfig(), 1)
+    with capsys.disabled():
+        print(
+            f"\nlr=0 self-test: {metrics['tokens']:.0f} tokens, largest logprob difference "
+            f"{metrics['mismatch/abs_max']:.2g}, k3 {metrics['mismatch/k3']:.2g}"
+        )
+    assert metrics["mismatch/abs_max"] < 1e-4
+    assert metrics["mismatch/ess"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["mismatch/capped"] == 0.0
+
+
+class TestExport:
+    def test_is_loaded_by_transformers_as_it_is(
+        self, qwen_dir: Path, batch: Batch, tmp_path: Path
+    ) -> None:
+        learner = make_learner(qwen_dir, OptimizerConfig(lr=1e-2))
+        train(learner, batch)
+        learner.export(tmp_path / "m")
+        train(learner, batch)
+        learner.export(tmp_path / "m")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+        state = learner.state()
+        assert model.state_dict().keys() == state.keys()
+        assert all(torch.equal(v, state[n]) for n, v in model.state_dict().items())
+        assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+    def test_tied_weights_are_written_once(self, model_dir: Path, tmp_path: Path) -> None:
+        from safetensors import safe_open
+
+        make_learner(model_dir).export(tmp_path / "m")
+        with safe_open(tmp_path / "m" / "model.safetensors", "pt") as file:
+            assert "lm_head.weight" not in set(file.keys())
+
+    def test_state_is_a_copy(self, model_dir: Path, batch: Batch) -> None:
+        learner = make_learner(model_dir, OptimizerConfig(lr=1e-2))
+        state = learner.state()
+        before = {n: v.clone() for n, v in state.items()}
+        train(learner, batch)
+        assert all(torch.equal(v, before[n]) for n, v in state.items())
+        moved = [n for n, v in learner.state().items() if not torch.equal(v, before[n])]
+        assert moved
+
+
+def test_advantage_zero_moves_nothing(model_dir: Path, batch: Batch) -> None:
+    learner = make_learner(model_dir, OptimizerConfig(lr=1e-2))
+    before = learner.state()
+    flat = Batch(0, tuple(replace(s, advantage=0.0) for s in batch.samples))
+    assert learner.rl_step(flat, LossConfig(), 1)["grad_norm"] == 0.0
+    assert all(torch.equal(v, before[n]) for n, v in learner.state().items())
