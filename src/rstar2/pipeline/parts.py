@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from rstar2.agent.template import Template
 from rstar2.codeenv.client import CodeEnvClient
-from rstar2.config import OptimizerConfig, Recipe
+from rstar2.config import OptimizerConfig, Recipe, SchedulerConfig
 from rstar2.engine.base import Engine
 from rstar2.engine.embedded import EmbeddedEngine
 from rstar2.errors import EngineError, RecipeError, WeightUpdateError
@@ -92,7 +92,7 @@ class Parts:
 
     async def _start(self) -> None:
         engines = self._engines
-        self._fleet = Fleet(engines, Scheduler(self.recipe.scheduler), recover=self._recover)
+        self._fleet = Fleet(engines, Scheduler(scheduling(self.recipe)), recover=self._recover)
 
         async def start_tools() -> None:
             self._tools = await CodeEnvClient.start(self.recipe.codeenv)
@@ -216,11 +216,24 @@ def load_model(
             f"model.path={str(model_dir)!r}: no tokenizer found there: {error}"
         ) from error
     optimizer: OptimizerConfig = recipe.sft.optimizer if recipe.sft else recipe.rl.optimizer
+    if recipe.deterministic:
+        torch.use_deterministic_algorithms(True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     learner = LearnerGroup(
         model_dir, recipe.learner, optimizer, total_steps=1, seed=recipe.seed, device=device
     )
     return tokenizer, learner
+
+
+def scheduling(recipe: Recipe) -> SchedulerConfig:
+    """The recipe's policy; deterministic runs reserve the worst case.
+
+    An estimate can be wrong, and a prefix that has to go and be computed again differs in its last
+    bits from one that could stay: with the worst case reserved every prefix stays.
+    """
+    if not recipe.deterministic:
+        return recipe.scheduler
+    return recipe.scheduler.model_copy(update={"policy": "worst_case"})
 
 
 def make_engines(recipe: Recipe, model_dir: Path | str) -> list[Engine]:

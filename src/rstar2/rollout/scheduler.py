@@ -18,8 +18,9 @@ Rules, in the order in which they are applied:
 2. Turns of begun rollouts come before new rollouts, older rollouts before younger ones. While a
    begun rollout waits for KV, no new one is admitted: nothing overtakes its way to the end.
 3. New rollouts enter in the order of their groups, so that groups finish together.
-4. A turn runs where its prefix is, if its (re-estimated) reservation fits there; else it moves to
-   the engine with the largest free share; else it waits.
+4. A turn runs where its prefix is, if its (re-estimated) reservation fits there, and waits there
+   for a sequence slot: slots free sooner than a prefix is computed again. Where it does not fit, it
+   moves to the engine with the largest free share; else it waits.
 5. A tool's wait keeps the reservation until the engine would stand idle for it: when nothing runs
    on an engine, idle reservations of younger rollouts give way to an older waiting turn.
 
@@ -266,9 +267,10 @@ class Scheduler:
         session = self._sessions[name]
         tokens = self.expected(name)
         home = session.engine
+        if home is not None and self._serves(home) and self.budget(home).fits(name, tokens):
+            free_slot = self._has_slot(home)
+            return self._start(name, home, tokens, moved=False) if free_slot else None
         fitting = [e for e in self._engines if self._fits(e, name, tokens)]
-        if home is not None and home in fitting:
-            return self._start(name, home, tokens, moved=False)
         if not fitting:
             return None
         target = max(fitting, key=self._preference)
@@ -283,7 +285,7 @@ class Scheduler:
         home = session.engine
         for engine_name in sorted(self._engines, key=lambda e: e != home):
             engine = self._engines[engine_name]
-            if engine.running or engine.version != self.version:
+            if engine.running or not self._serves(engine_name):
                 continue
             younger = [
                 (other.rank, n, other)
@@ -301,13 +303,19 @@ class Scheduler:
             return self._place(name)
         return None
 
-    def _fits(self, engine_name: str, name: str, tokens: int) -> bool:
-        engine = self._engines[engine_name]
+    def _fits(self, engine: str, name: str, tokens: int) -> bool:
         return (
-            engine.version == self.version
-            and len(engine.running) < engine.budget.capacity.max_sequences
-            and engine.budget.fits(name, tokens)
+            self._serves(engine)
+            and self._has_slot(engine)
+            and self.budget(engine).fits(name, tokens)
         )
+
+    def _serves(self, engine: str) -> bool:
+        return self._engines[engine].version == self.version
+
+    def _has_slot(self, engine: str) -> bool:
+        found = self._engines[engine]
+        return len(found.running) < found.budget.capacity.max_sequences
 
     def _preference(self, engine_name: str) -> tuple[float, int]:
         """The larger free share first; among equals fewer running turns, then who joined first."""
