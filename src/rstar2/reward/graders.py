@@ -65,9 +65,27 @@ def _based(text: str) -> int | None:
         return None
 
 
-for _pair in (
-    ("\\left(3, \\frac{\\pi}{2}\\right)", "(3, \\pi)"),
-    ("x^2+1", "1 + x"),
-    ("\\sqrt{8}", "2"),
-):
+_WARM_UP = (
+    ("\\frac{84}{2}", "42"),
+    ("\\dfrac{3}{7}", "\\frac37"),
+    ("5/7", "0.714"),
+    ("-\\frac{85}{3}", "-28.3"),
+    ("x^2+2x+1", "(x+1)^2"),
+    ("7\\sqrt{3}", "\\sqrt{5}+1"),
+    ("\\left(3, \\frac{\\pi}{2}\\right)", "(3,-4)"),
+    ("(-\\infty, 2) \\cup [3, 5]", "[1, 2)"),
+    ("x < 3", "-2 \\le x \\le 7"),
+    ("\\{1, 2\\}", "1, -2"),
+    ("x = 5", "y = 2x + 3"),
+    ("x \\in [-2, 7]", "[-2,7]"),
+    ("\\begin{pmatrix} 1 \\\\ -2 \\end{pmatrix}", "\\begin{pmatrix} 1 \\\\ 3 \\end{pmatrix}"),
+    ("12 \\text{ cm}", "\\text{Evelyn}"),
+    ("50\\%", "\\$18.90"),
+    ("90^\\circ", "2^{10}"),
+    ("6 - 5i", "e^{i\\pi}"),
+    ("\\cos x", "\\log_2 8"),
+    ("10!", "\\binom{5}{2}"),
+    ("1 \\pm \\sqrt{2}", "12"),
+)
+for _pair in _WARM_UP:
     math_equal(*_pair)

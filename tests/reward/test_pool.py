@@ -1,0 +1,35 @@
+"""Grading in the real pool: verdicts, and an answer that would keep the grader busy for ever."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rstar2.codeenv.client import CodeEnvClient
+from rstar2.config import CodeEnvConfig
+from rstar2.reward.grade import grade, rejected_golds
+from rstar2.types import Problem, StopReason, Trajectory
+
+TRUTH = Problem("p", "?", "42")
+ENDLESS = "9^{9^{9^{9}}}"
+
+
+def answered(answer: str) -> Trajectory:
+    return Trajectory(answer, "p", "g", 0, (1,), (), StopReason.ANSWERED, answer=answer)
+
+
+async def test_the_pool_grades_and_survives_an_endless_answer() -> None:
+    async with await CodeEnvClient.start(CodeEnvConfig(isolation="auto", slots=2)) as pool:
+        right, wrong = await asyncio.gather(
+            *(grade(answered(text), TRUTH, pool, 60.0) for text in ("\\frac{84}{2}", "\\sqrt{42}"))
+        )
+        assert right.reward is not None
+        assert wrong.reward is not None
+        assert (right.reward.value, wrong.reward.value) == (1.0, 0.0)
+        endless = await grade(answered(ENDLESS), TRUTH, pool, 5.0)
+        assert endless.reward is None
+        assert endless.failure is not None
+        assert endless.failure.name.startswith("grader_")
+        again = await grade(answered("6 \\cdot 7"), TRUTH, pool, 60.0)
+        assert again.correct
+        golds = [TRUTH, Problem("q", "?", "\\pi^2"), Problem("r", "?", "7", "integer")]
+        assert await rejected_golds(golds, pool, 60.0) == []
