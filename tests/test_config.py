@@ -162,6 +162,7 @@ def test_wrong_overrides(override: str, expected: str) -> None:
         (["rl.roc.variant=none"], "must equal"),
         (["rl.roc.min_positives=9"], "is more than rl.roc.kept"),
         (["rl.minibatches=17"], "groups are never split"),
+        (["rl.count=15"], "fewer than one step draws"),
         (["learner.ranks=100"], "cannot be shared by learner.ranks = 100"),
         (["learner.tokens_per_microbatch=100"], "cannot hold one rollout"),
         (["rl.stages.stage3.max_length=4096"], "longer than the model is run at"),

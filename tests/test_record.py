@@ -263,9 +263,9 @@ def test_what_is_kept_of_trajectories(tmp_path: Path, keep: str, rollouts: int) 
 
 def test_an_evaluation_of_nothing_is_not_recorded(tmp_path: Path) -> None:
     nothing = replace(evaluation("sft", 3), accuracy=Estimate(math.nan, 0.0, 1.0, 0))
-    with RunDirectory.create_or_resume(tmp_path, recipe()) as run:
-        with pytest.raises(InfrastructureError, match="no problem could be graded"):
-            run.evaluation(nothing)
+    run = RunDirectory.create_or_resume(tmp_path, recipe())
+    with run, pytest.raises(InfrastructureError, match="no problem could be graded"):
+        run.evaluation(nothing)
     assert read_evaluations(tmp_path) == []
 
 

@@ -100,6 +100,12 @@ def _batches(recipe: Recipe) -> Iterator[Fault]:
             f"cannot be shared by learner.ranks = {ranks}: use fewer ranks or minibatches",
             ("learner.ranks", "rl.prompts_per_step", "rl.roc.kept", "rl.minibatches"),
         )
+    if 0 < rl.count < rl.prompts_per_step:
+        yield Fault(
+            f"rl.count = {rl.count} problems are fewer than one step draws "
+            f"(rl.prompts_per_step = {rl.prompts_per_step}): raise it, or 0 for all",
+            ("rl.count", "rl.prompts_per_step"),
+        )
     longest = max((stage.max_length for stage in rl.stages), default=0)
     if longest > recipe.learner.tokens_per_microbatch:
         yield Fault(
