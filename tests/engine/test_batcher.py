@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from rstar2.engine import batcher as batcher_module
-from rstar2.engine.batcher import Batcher, Ended, Request
+from rstar2.engine.batcher import Batcher
 from rstar2.engine.decoder import read_weights
+from rstar2.engine.requests import Ended, Request
 from rstar2.engine.worker import Settings, build
 from rstar2.errors import UserError
 from rstar2.types import Finish, Sampling
@@ -94,6 +95,7 @@ def test_random_traffic_equals_transformers(
     monkeypatch.setattr(batcher_module, "PREFILL_TOKENS", 48)  # long prompts span steps
     rng = random.Random(seed)
     batcher = engine(reference, kv_tokens=640, max_sequences=6)
+    popular = ids(rng, 60, 60)
     prompts: dict[int, list[int]] = {}
     history: dict[str, list[int]] = {}
     busy: dict[int, str] = {}
@@ -108,6 +110,8 @@ def test_random_traffic_equals_transformers(
             if len(prompt) + new > 256:
                 batcher.release(session)
                 prompt = ids(rng, 1, 60)
+            if not past and rng.random() < 0.5:
+                prompt = popular
             prompts[id], busy[id] = prompt, session
             batcher.submit(request(id, prompt, session, new=new))
         if busy and rng.random() < 0.03:
@@ -172,6 +176,42 @@ def test_a_turn_reuses_the_prefix_of_its_session(llama: Any) -> None:
     batcher.release("a")
     batcher.submit(request(4, longer, "a"))
     assert drain(batcher)[4].request.cached == 0
+
+
+def test_equal_prompts_are_computed_once_and_sampled_as_if_alone(llama: Any) -> None:
+    rng, batcher = random.Random(11), engine(llama)
+    prompt = ids(rng, 50, 50)
+    options = {"temperature": 1.0, "new": 40}
+    for i in range(6):
+        batcher.submit(request(i, prompt, f"s{i}", seed=i, **options))
+    batcher.step()
+    batcher.submit(request(6, prompt, "late", seed=6, **options))
+    ended = drain(batcher)
+    assert [ended[i].request.cached for i in range(7)] == [0, 50, 50, 50, 50, 50, 50]
+    for i in range(7):
+        alone = engine(llama)
+        alone.submit(request(i, prompt, seed=i, **options))
+        expected = drain(alone)[i].request
+        assert ended[i].request.tokens == expected.tokens
+        np.testing.assert_allclose(ended[i].request.logprobs, expected.logprobs, atol=1e-5)
+
+
+def test_a_shared_prompt_survives_the_one_who_computed_it(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batcher_module, "PREFILL_TOKENS", 48)
+    rng, batcher = random.Random(12), engine(llama)
+    prompt = ids(rng, 120, 120)
+    for i in range(5):
+        batcher.submit(request(i, prompt))
+    batcher.step()
+    batcher.cancel(0)  # in the middle of the prompt: the next one computes it
+    batcher.step()
+    batcher.cancel(2)  # one that waits for it
+    ended = drain(batcher)
+    assert {i: end.request.cached for i, end in ended.items()} == {1: 0, 3: 120, 4: 120}
+    for end in ended.values():
+        llama.check(prompt, tuple(end.request.tokens), tuple(end.request.logprobs))
 
 
 def test_least_recently_used_prefixes_are_evicted_first(llama: Any) -> None:

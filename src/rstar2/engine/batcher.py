@@ -3,9 +3,11 @@
 A request waits (FIFO) until there is a slot and room for its prompt, is prefilled in chunks next
 to the tokens of the others, decodes one token a step, and leaves; its KV is then parked under its
 session until the session's next prompt extends it, the session is released, or room is needed
-(least recently used first). A running request that finds no room for its next block, after all
-parked prefixes are gone, sends the youngest running one back to the head of the queue: its KV is
-dropped, its tokens are kept and prefilled again (a preemption; counted).
+(least recently used first). Fresh requests with equal prompts share one prefill.
+
+A running request that finds no room for its next block, after all parked prefixes are gone, sends
+the youngest running one back to the head of the queue: its KV is dropped, its tokens are kept and
+prefilled again (a preemption; counted).
 
 Invariants:
 - Blocks in use (rows and parked prefixes) never exceed the budget (`Blocks` raises otherwise).
@@ -19,62 +21,23 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from rstar2.engine.decoder import Decoder, DecodeSegment, PrefillSegment, Segment
-from rstar2.engine.sampling import Policy, sample, uniforms
+from rstar2.engine.probe import score
+from rstar2.engine.requests import Ended, Parked, Request, check
+from rstar2.engine.sampling import sample
+from rstar2.engine.sharing import PromptSharing
 from rstar2.engine.slabs import Blocks, Slab
+from rstar2.engine.slots import Ids, Slots
 from rstar2.errors import UserError
-from rstar2.types import EngineLoad, Finish, Sampling, VersionSpan
+from rstar2.types import EngineLoad, Finish
 
 PREFILL_TOKENS = 1024
 """Prompt tokens computed in one step at most, so that decoding goes on beside long prompts."""
-
-Ids = npt.NDArray[np.int64]
-
-
-@dataclass(slots=True)
-class Request:
-    """One generate call on its way through the engine."""
-
-    id: int
-    prompt: Ids
-    sampling: Sampling
-    session: str
-    arrived: float
-    keep: bool = True
-    """Park the KV when it ends; cleared by a release that overtook the request."""
-    started: float | None = None
-    cached: int = 0
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    entropies: list[float] = field(default_factory=list)
-    versions: list[VersionSpan] = field(default_factory=list)
-    stream: bool = False
-    streamed: int = 0
-    """Sampled tokens handed out by `fresh_tokens`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parked:
-    """The KV of an ended turn: [layers, 2, kv_heads, len(tokens), head_dim]."""
-
-    tokens: Ids
-    kv: torch.Tensor
-    blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A request that left; `error` is set when it could not be served."""
-
-    request: Request
-    finish: Finish
-    error: str | None = None
 
 
 class Batcher:
@@ -93,7 +56,7 @@ class Batcher:
             raise UserError(f"kv_tokens: {kv_tokens} is less than a block of {self.blocks.block}")
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}  # slot -> request, oldest first
-        self._filling: deque[int] = deque()  # slots whose prompt is not yet computed
+        self._filling: dict[int, None] = {}  # slots whose prompt is not yet computed, in order
         self._parked: OrderedDict[str, Parked] = OrderedDict()
         self._slabs: dict[int, Slab] = {}
         self._free_slots = list(range(max_sequences - 1, -1, -1))
@@ -101,46 +64,17 @@ class Batcher:
         self._columns = torch.arange(max(max_length, max_sequences), device=device)
         self._masked = torch.tensor(-torch.inf, device=device, dtype=dtype)
         self._seen = torch.tensor(0.0, device=device, dtype=dtype)
-        n = max_sequences
-        self._tokens = np.zeros((n, max_length), dtype=np.int64)
-        self._logprobs = np.zeros((n, max_length), dtype=np.float32)
-        self._entropies = np.zeros((n, max_length), dtype=np.float32)
-        self._known = np.zeros(n, dtype=np.int64)  # tokens of the sequence, sampled ones included
-        self._computed = np.zeros(n, dtype=np.int64)  # tokens whose KV is in the cache
-        self._first = np.zeros(n, dtype=np.int64)  # tokens known when the slot was taken
-        self._end = np.zeros(n, dtype=np.int64)  # length at which the request is complete
-        self._temperature = np.ones(n, dtype=np.float32)
-        self._top_p = np.ones(n, dtype=np.float32)
-        self._top_k = np.zeros(n, dtype=np.int64)
-        self._seed = np.zeros(n, dtype=np.uint64)
-        self._stops = np.full((n, 1), -1, dtype=np.int64)
-        self._row = np.zeros(n, dtype=np.int64)
-        self._size = np.zeros(n, dtype=np.int64)  # blocks of the slot's row
+        self._slots = Slots(max_sequences, max_length)
+        self._sharing = PromptSharing()
+        hidden = (max_sequences, decoder.shape.hidden)
+        self._prompt_end = torch.zeros(hidden, device=device, dtype=dtype)  # last hidden states
 
     # ------------------------------------------------------------------ requests
 
     def submit(self, request: Request) -> None:
         """Queue a request, or refuse one that could never be served."""
-        sampling, count = request.sampling, len(request.prompt)
-        if not count:
-            raise UserError("prompt_ids: empty; an engine continues at least one token")
-        if sampling.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens: {sampling.max_new_tokens}; must be at least 1")
-        if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-            raise UserError(
-                f"sampling: temperature {sampling.temperature}, top_p {sampling.top_p}, "
-                f"top_k {sampling.top_k}; need temperature >= 0, 0 < top_p <= 1, top_k >= 0"
-            )
-        vocabulary = self.decoder.shape.vocabulary
-        if request.prompt.min() < 0 or request.prompt.max() >= vocabulary:
-            raise UserError(f"prompt_ids: ids outside the vocabulary of {vocabulary}")
-        longest = min(self.max_length, self.blocks.total * self.blocks.block)
-        if count + sampling.max_new_tokens > longest:
-            raise UserError(
-                f"prompt of {count} + max_new_tokens {sampling.max_new_tokens} exceeds {longest} "
-                f"tokens (max_length {self.max_length}, KV for "
-                f"{self.blocks.total * self.blocks.block}); ask for less or give the engine more"
-            )
+        room = self.blocks.total * self.blocks.block
+        check(request, self.decoder.shape.vocabulary, self.max_length, room)
         self._waiting.append(request)
 
     @torch.inference_mode()
@@ -183,6 +117,14 @@ class Batcher:
             version=self.version,
         )
 
+    def score(self, ids: Ids) -> list[float]:
+        """Logprob of each token after the first at temperature 1: the probe of an update."""
+        if not 0 < len(ids) <= self.max_length:
+            raise UserError(f"token_ids: {len(ids)} tokens; 1 to {self.max_length} can be scored")
+        if ids.min() < 0 or ids.max() >= self.decoder.shape.vocabulary:
+            raise UserError("token_ids: ids outside the vocabulary")
+        return score(self.decoder, ids, PREFILL_TOKENS)
+
     @property
     def idle(self) -> bool:
         return not self._running and not self._waiting
@@ -200,7 +142,11 @@ class Batcher:
         hidden = self.decoder.forward(plan.ids, plan.positions, plan.segments)
         if plan.last is not None:
             hidden = hidden[plan.last]
-        return self._advance(plan, self.decoder.logits(hidden) if len(plan.slots) else None)
+        self._slots.computed[plan.slots[: plan.decoding]] += 1
+        for slot, count in plan.chunks:
+            self._slots.computed[slot] += count
+        slots, hidden = self._begin_decoding(plan, hidden)
+        return self._sample(slots, hidden) if len(slots) else []
 
     def _plan(self) -> _Plan | None:
         """Lay out the tokens of this step: all decoding rows, then chunks of prompts."""
@@ -213,26 +159,29 @@ class Batcher:
                 segments.append(self._decode_segment(slab, len(slots)))
                 slots += slab.owners[: slab.active]
         order = np.array(slots, dtype=np.int64)
-        positions = self._computed[order]
-        ids = [self._tokens[order, positions]]
+        positions = self._slots.computed[order]
+        ids = [self._slots.tokens[order, positions]]
         spots = [positions]
         first, last = len(slots), list(range(len(slots)))
         chunks: list[tuple[int, int]] = []
         room = PREFILL_TOKENS
         for slot in self._filling:
-            start = int(self._computed[slot])
+            if self._sharing.source(slot) is not None:
+                continue
+            start = int(self._slots.computed[slot])
             # Whole chunks only: where a prompt is cut must not depend on who came before it.
-            count = min(PREFILL_TOKENS, int(self._known[slot]) - start)
+            count = min(PREFILL_TOKENS, int(self._slots.known[slot]) - start)
             if count > room:
                 break
-            slab = self._slabs[int(self._size[slot])]
-            segments.append(PrefillSegment(slab, first, int(self._row[slot]), start, count))
-            ids.append(self._tokens[slot, start : start + count])
+            segments.append(
+                PrefillSegment(self._slab_of(slot), first, int(self._slots.row[slot]), start, count)
+            )
+            ids.append(self._slots.tokens[slot, start : start + count])
             spots.append(np.arange(start, start + count))
             chunks.append((slot, count))
             first += count
             room -= count
-            if start + count == self._known[slot]:
+            if start + count == self._slots.known[slot]:
                 slots.append(slot)
                 last.append(first - 1)
         if not segments:
@@ -249,7 +198,7 @@ class Batcher:
 
     def _decode_segment(self, slab: Slab, first: int) -> DecodeSegment:
         device = self.decoder.device
-        lengths = self._computed[slab.owners[: slab.active]]
+        lengths = self._slots.computed[slab.owners[: slab.active]]
         reach = slab.length  # not the longest row's: a sum's order must not depend on neighbours
         per_head = torch.from_numpy(np.repeat(lengths, self.decoder.shape.kv_heads)).to(device)
         hidden = self._columns[:reach] > per_head[:, None, None]
@@ -261,34 +210,45 @@ class Batcher:
             mask=torch.where(hidden, self._masked, self._seen),
         )
 
-    def _advance(self, plan: _Plan, logits: torch.Tensor | None) -> list[Ended]:
-        """Book what was computed, sample, and return those that ended."""
-        self._computed[plan.slots[: plan.decoding]] += 1
-        for slot, count in plan.chunks:
-            self._computed[slot] += count
-        if logits is None:
-            return []
-        for slot in plan.slots[plan.decoding :].tolist():
-            self._filling.popleft()
-            self._moved(self._slab_of(slot).activate(int(self._row[slot])))
-        slots = plan.slots
-        known = self._known[slots]
+    def _begin_decoding(self, plan: _Plan, hidden: torch.Tensor) -> tuple[Ids, torch.Tensor]:
+        """Let complete prompts decode, and those that were waiting for a copy of them.
+
+        Returns all slots that sample in this step, with their hidden states.
+        """
+        complete = plan.slots[plan.decoding :].tolist()
+        if not complete and not self._filling:
+            return plan.slots, hidden
+        for i, slot in enumerate(complete):
+            del self._filling[slot]
+            self._prompt_end[slot] = hidden[plan.decoding + i]
+        copies = []
+        for slot in list(self._filling):
+            source = self._sharing.source(slot)
+            if source is None or source in self._filling:
+                continue
+            count = int(self._slots.known[slot])
+            self._row_of(slot, count).copy_(self._row_of(source, count))
+            self._prompt_end[slot] = self._prompt_end[source]
+            self._slots.computed[slot] = self._running[slot].cached = count
+            self._sharing.copied(slot)
+            del self._filling[slot]
+            copies.append(slot)
+        for slot in complete + copies:
+            self._moved(self._slab_of(slot).activate(int(self._slots.row[slot])))
+        if copies:
+            hidden = torch.cat((hidden, self._prompt_end[copies]))
+        return np.concatenate((plan.slots, np.array(copies, dtype=np.int64))), hidden
+
+    def _sample(self, slots: Ids, hidden: torch.Tensor) -> list[Ended]:
+        """Sample one token for each slot, and return the requests that ended with it."""
         draw = sample(
-            logits,
-            Policy(self._temperature[slots], self._top_p[slots], self._top_k[slots]),
-            uniforms(self._seed[slots], known),
+            self.decoder.logits(hidden), self._slots.policy(slots), self._slots.noise(slots)
         )
-        self._tokens[slots, known] = draw.tokens
-        self._logprobs[slots, known] = draw.logprobs
-        self._entropies[slots, known] = draw.entropies
-        self._known[slots] += 1
+        complete, stopped = self._slots.book(slots, draw)
         broken = ~np.isfinite(draw.logprobs)
-        stopped = (self._stops[slots] == draw.tokens[:, None]).any(1)
-        ended = stopped | broken | (self._known[slots] >= self._end[slots])
         out = []
-        for i in np.flatnonzero(ended).tolist():
-            slot = int(slots[i])
-            request = self._leave(slot, park=not broken[i])
+        for i in np.flatnonzero(complete | broken).tolist():
+            request = self._leave(int(slots[i]), park=not broken[i])
             error = "the model's logits are not finite" if broken[i] else None
             out.append(Ended(request, Finish.STOP if stopped[i] else Finish.LENGTH, error))
         return out
@@ -299,8 +259,8 @@ class Batcher:
             if not request.stream:
                 continue
             done = len(request.tokens)
-            first, known = int(self._first[slot]), int(self._known[slot])
-            fresh = self._tokens[slot, first + request.streamed - done : known].tolist()
+            first, known = int(self._slots.first[slot]), int(self._slots.known[slot])
+            fresh = self._slots.tokens[slot, first + request.streamed - done : known].tolist()
             request.streamed += len(fresh)
             if fresh:
                 yield request, fresh
@@ -325,7 +285,7 @@ class Batcher:
         for size in sorted(self._slabs, reverse=True):
             slab = self._slabs[size]
             owners = np.array(slab.owners[: slab.active], dtype=np.int64)
-            for slot in owners[self._computed[owners] >= slab.length].tolist():
+            for slot in owners[self._slots.computed[owners] >= slab.length].tolist():
                 while slot in self._running and not self._evict(1):
                     self.preemptions += 1
                     self._requeue(next(reversed(self._running)))
@@ -334,14 +294,18 @@ class Batcher:
 
     def _grow(self, slot: int) -> None:
         """Move a full row to the next larger slab."""
-        old, row, count = self._slab_of(slot), int(self._row[slot]), int(self._computed[slot])
+        old, row, count = (
+            self._slab_of(slot),
+            int(self._slots.row[slot]),
+            int(self._slots.computed[slot]),
+        )
         self.blocks.take(1)
-        self._size[slot] += 1
-        new = self._slab(int(self._size[slot]))
+        self._slots.size[slot] += 1
+        new = self._slab(int(self._slots.size[slot]))
         target = new.add(slot)
         new.row(target, count).copy_(old.row(row, count))
         self._moved(old.remove(row))
-        self._row[slot] = target
+        self._slots.row[slot] = target
         self._moved(new.activate(target))
 
     def _admit(self) -> None:
@@ -360,54 +324,47 @@ class Batcher:
             self._start(request, size, parked)
 
     def _start(self, request: Request, size: int, parked: Parked | None) -> None:
+        """Give a request a slot and a row, with what is cached of its tokens."""
         slot = self._free_slots.pop()
-        sampling = request.sampling
         tokens = np.concatenate((request.prompt, np.array(request.tokens, dtype=np.int64)))
-        known = len(tokens)
+        end = len(request.prompt) + request.sampling.max_new_tokens
         self._running[slot] = request
+        self._filling[slot] = None
+        self._slots.begin(slot, tokens, end, request.sampling)
         self.blocks.take(size)
-        self._size[slot] = size
-        slab = self._slab(size)
-        self._row[slot] = slab.add(slot)
-        self._tokens[slot, :known] = tokens
-        self._known[slot] = self._first[slot] = known
-        self._end[slot] = len(request.prompt) + sampling.max_new_tokens
-        self._temperature[slot] = sampling.temperature
-        self._top_p[slot], self._top_k[slot] = sampling.top_p, sampling.top_k
-        self._seed[slot] = np.uint64(sampling.seed & 0xFFFF_FFFF_FFFF_FFFF)
-        self._set_stops(slot, sampling.stop_ids)
+        self._slots.size[slot] = size
+        self._slots.row[slot] = self._slab(size).add(slot)
         cached = 0
         if parked is not None:
             cached = _common_prefix(parked.tokens, tokens[:-1])
-            slab.row(int(self._row[slot]), cached).copy_(parked.kv[:, :, :, :cached])
-        self._computed[slot] = cached
+            self._row_of(slot, cached).copy_(parked.kv[:, :, :, :cached])
+        elif not request.tokens:
+            self._sharing.join(slot, request.prompt)
+        self._slots.computed[slot] = cached
         if request.started is None:
             request.started = time.monotonic()
             request.cached = cached
-        self._filling.append(slot)
-
-    def _set_stops(self, slot: int, stops: tuple[int, ...]) -> None:
-        if len(stops) > self._stops.shape[1]:
-            wider = np.full((self.max_sequences, len(stops)), -1, dtype=np.int64)
-            wider[:, : self._stops.shape[1]] = self._stops
-            self._stops = wider
-        self._stops[slot] = -1
-        self._stops[slot, : len(stops)] = stops
 
     def _leave(self, slot: int, *, park: bool) -> Request:
         """Free a slot; its KV is parked for its session, or dropped."""
         request = self._running.pop(slot)
         self._collect(slot, request)
-        if slot in self._filling:
-            self._filling.remove(slot)
-        slab, row, count = self._slab_of(slot), int(self._row[slot]), int(self._computed[slot])
-        self.blocks.give(int(self._size[slot]))
+        self._filling.pop(slot, None)
+        self._sharing.leave(slot)
+        slab, row, count = (
+            self._slab_of(slot),
+            int(self._slots.row[slot]),
+            int(self._slots.computed[slot]),
+        )
+        self.blocks.give(int(self._slots.size[slot]))
         if park and request.keep and request.session:
             self._unpark(request.session)
-            kv = slab.row(row, count).clone(memory_format=torch.contiguous_format)
+            kv = self._row_of(slot, count).clone(memory_format=torch.contiguous_format)
             blocks = self.blocks.for_tokens(count)
             self.blocks.take(blocks)
-            self._parked[request.session] = Parked(self._tokens[slot, :count].copy(), kv, blocks)
+            self._parked[request.session] = Parked(
+                self._slots.tokens[slot, :count].copy(), kv, blocks
+            )
         self._moved(slab.remove(row))
         self._free_slots.append(slot)
         return request
@@ -418,16 +375,20 @@ class Batcher:
 
     def _collect(self, slot: int, request: Request) -> None:
         """Copy what was sampled in this slot to the request."""
-        sampled = slice(int(self._first[slot]), int(self._known[slot]))
+        sampled = slice(int(self._slots.first[slot]), int(self._slots.known[slot]))
         count = sampled.stop - sampled.start
         if count:
-            request.tokens += self._tokens[slot, sampled].tolist()
-            request.logprobs += self._logprobs[slot, sampled].tolist()
-            request.entropies += self._entropies[slot, sampled].tolist()
+            request.tokens += self._slots.tokens[slot, sampled].tolist()
+            request.logprobs += self._slots.logprobs[slot, sampled].tolist()
+            request.entropies += self._slots.entropies[slot, sampled].tolist()
             request.versions.append((self.version, count))
 
     def _slab_of(self, slot: int) -> Slab:
-        return self._slabs[int(self._size[slot])]
+        return self._slabs[int(self._slots.size[slot])]
+
+    def _row_of(self, slot: int, tokens: int) -> torch.Tensor:
+        """The first `tokens` keys and values of a slot."""
+        return self._slab_of(slot).row(int(self._slots.row[slot]), tokens)
 
     def _slab(self, size: int) -> Slab:
         slab = self._slabs.get(size)
@@ -445,39 +406,7 @@ class Batcher:
 
     def _moved(self, moves: list[tuple[int, int]]) -> None:
         for slot, row in moves:
-            self._row[slot] = row
-
-    # ------------------------------------------------------------------ probe
-
-    @torch.inference_mode()
-    def score(self, ids: Ids) -> list[float]:
-        """Logprob of each token after the first, in a row of its own outside the budget."""
-        if not 0 < len(ids) <= self.max_length:
-            raise UserError(f"token_ids: {len(ids)} tokens; 1 to {self.max_length} can be scored")
-        if ids.min() < 0 or ids.max() >= self.decoder.shape.vocabulary:
-            raise UserError("token_ids: ids outside the vocabulary")
-        shape, device = self.decoder.shape, self.decoder.device
-        slab = Slab(
-            layers=shape.layers,
-            kv_heads=shape.kv_heads,
-            length=len(ids),
-            head_dim=shape.head_dim,
-            device=device,
-            dtype=self.decoder.dtype,
-        )
-        row = slab.add(0)
-        tokens = torch.from_numpy(ids).to(device)
-        out: list[float] = []
-        for start in range(0, len(ids) - 1, PREFILL_TOKENS):
-            count = min(PREFILL_TOKENS, len(ids) - 1 - start)
-            chunk = slice(start, start + count)
-            segment = PrefillSegment(slab, 0, row, start, count)
-            positions = torch.arange(start, start + count, device=device)
-            hidden = self.decoder.forward(tokens[chunk], positions, [segment])
-            logp = torch.log_softmax(self.decoder.logits(hidden).float(), dim=-1)
-            picked = logp.gather(-1, tokens[start + 1 : start + count + 1, None])
-            out += picked.squeeze(-1).tolist()
-        return out
+            self._slots.row[slot] = row
 
 
 @dataclass(frozen=True, slots=True)

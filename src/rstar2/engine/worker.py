@@ -32,7 +32,8 @@ from rstar2.errors import RstarError, UserError
 if TYPE_CHECKING:
     import torch
 
-    from rstar2.engine.batcher import Batcher, Ended
+    from rstar2.engine.batcher import Batcher
+    from rstar2.engine.requests import Ended
 
 PR_SET_PDEATHSIG = 1
 
@@ -153,7 +154,7 @@ class Worker:
             self._send(wire.Failed(getattr(message, "id", 0), str(error), user=True))
 
     def _submit(self, batcher: Batcher, message: wire.Submit) -> None:
-        from rstar2.engine.batcher import Request
+        from rstar2.engine.requests import Request
 
         batcher.submit(
             Request(
