@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 DRIVE = Path(__file__).with_name("drive.py")
-DEADLINE_S = 150
+DEADLINE_S = 400
 
 
 def drive(data: Path, run: Path, moment: str = "never") -> int:

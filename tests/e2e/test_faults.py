@@ -20,6 +20,8 @@ from rstar2.pipeline.controller import Result, run
 from rstar2.pipeline.view import Quiet, StageKind
 from rstar2.record import RunDirectory, read_events, read_metrics
 
+pytestmark = pytest.mark.timeout(900)
+
 STAGE = {"name": "only", "max_length": 128, "max_turns": 3, "steps": 3}
 
 

@@ -6,10 +6,13 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 from driving import drive
 
 from rstar2.pipeline.figures import timeless
 from rstar2.record import is_finished, read_evaluations, read_events, read_groups, read_metrics
+
+pytestmark = pytest.mark.timeout(1200)
 
 WATCHED = """
     reward accuracy/even accuracy/odd tool_errors response_length turns truncated no_answer

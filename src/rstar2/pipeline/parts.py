@@ -1,7 +1,8 @@
 """What a run is made of, opened and closed together: model, learner, engines, code environment.
 
 Invariants
-- The learner is only ever used by one thread at a time (`learn`), and never while it publishes.
+- The learner is only ever used by one thread at a time: its work, and publishing what came of it,
+  take the same lock; no engine is brought back with weights that are being changed.
 - An engine serves only weights that were proven by the probe (Invariant 7): `publish` makes the
   fleet require the new version first and lets engines join after their proof.
 - `close` ends every process that was started, whatever state the parts are in.
@@ -12,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -32,6 +34,7 @@ from rstar2.rollout.scheduler import Scheduler
 from rstar2.types import Problem, WeightVersion
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
     from rstar2.learner.group import LearnerGroup
@@ -71,6 +74,7 @@ class Parts:
         )
         self._engines = make_engines(recipe, model_dir)
         self._executor = executor
+        self._weights = Weights(learner)
         self._published: WeightVersion | None = None
         self._fleet: Fleet | None = None
         self._tools: CodeEnvClient | None = None
@@ -80,8 +84,14 @@ class Parts:
 
     async def learn(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the learner's work in its own thread; the event loop goes on meanwhile."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, lambda: work(*args, **kwargs))
+
+        def locked() -> R:
+            with self._weights.lock:
+                return work(*args, **kwargs)
+
+        if self._fleet is not None:
+            await self._fleet.settle()
+        return await asyncio.get_running_loop().run_in_executor(self._executor, locked)
 
     # ------------------------------------------------------------------ serving
 
@@ -134,7 +144,7 @@ class Parts:
         for attempt in range(1, PUBLISH_ATTEMPTS + 1):
             try:
                 await together(engine.start() for engine in engines)
-                metrics = await publish(self.learner, engines, version, self._probe)
+                metrics = await publish(self._weights, engines, version, self._probe)
                 break
             except (EngineError, WeightUpdateError) as error:
                 if attempt == PUBLISH_ATTEMPTS:
@@ -149,7 +159,7 @@ class Parts:
         """Start a dead engine again with the weights that the others serve."""
         assert self._published is not None
         await engine.start()
-        await publish(self.learner, [engine], self._published, self._probe)
+        await publish(self._weights, [engine], self._published, self._probe)
         return self._published
 
     @property
@@ -165,6 +175,28 @@ class Parts:
             await self._fleet.close()
         if self._tools is not None:
             await self._tools.close()
+
+
+class Weights:
+    """The learner as publishing sees it: one call at a time."""
+
+    def __init__(self, learner: LearnerGroup) -> None:
+        self._learner = learner
+        self.lock = threading.Lock()
+
+    def state(self) -> dict[str, Tensor]:
+        with self.lock:
+            return self._learner.state()
+
+    def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        with self.lock:
+            return self._learner.logprobs(token_ids)
+
+    def export(
+        self, path: str | Path, tokenizer: Any | None = None, chat_template: str | None = None
+    ) -> None:
+        with self.lock:
+            self._learner.export(path, tokenizer, chat_template)
 
 
 @asynccontextmanager
