@@ -132,6 +132,16 @@ async def test_a_server_that_comes_back_is_used_again(serve: Any) -> None:
             assert (result.outcome, result.stdout) == (Outcome.OK, "2")
 
 
+async def test_an_idle_connection_that_the_server_closed_is_no_failure(serve: Any) -> None:
+    async with serve() as server, await connect(server) as client:
+        for index in range(3):
+            assert (await run(client, f"c{index}", "echo 1")).outcome is Outcome.OK
+            for connection in list(server._server.server_state.connections):
+                connection.transport.close()
+        assert client.stats.retries["lost"] == 0
+        assert set(server.executor.executed.values()) == {1}
+
+
 async def test_no_server_in_time_is_an_outcome_not_an_exception(serve: Any) -> None:
     async with serve() as server, await connect(server) as client:
         await server.kill()

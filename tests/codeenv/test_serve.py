@@ -62,6 +62,18 @@ async def test_an_owner_is_told_why_its_server_cannot_start() -> None:
             await CodeEnvClient.start(config)
 
 
+async def test_an_unwritable_directory_is_one_clear_error() -> None:
+    class Homeless:
+        async def start(self) -> None:
+            raise PermissionError(13, "Permission denied", "/tmp/rstar2-codeenv-1")
+
+        async def close(self, grace_s: float) -> None:
+            return
+
+    with pytest.raises(CodeEnvError, match=r"TMPDIR.*doctor"):
+        await serve(CodeEnvConfig(), on_ready=lambda ready: None, executor=Homeless())  # type: ignore[arg-type]
+
+
 async def test_a_server_that_dies_at_once_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     server = LocalServer(CodeEnvConfig())

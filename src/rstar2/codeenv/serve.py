@@ -30,13 +30,17 @@ from rstar2.codeenv.server import App
 from rstar2.codeenv.service import Service
 from rstar2.codeenv.wire import Ready
 from rstar2.config import CodeEnvConfig
-from rstar2.errors import RstarError, UserError
+from rstar2.errors import CodeEnvError, RstarError, UserError
 
 log = logging.getLogger(__name__)
 
 GRACE_S = 10.0
 OWNER_POLL_S = 1.0
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
+_START = (
+    "the code environment cannot start: {error}; it needs a writable directory for temporary "
+    "files (TMPDIR) and the right to start processes; `rstar2 doctor` shows what it found"
+)
 
 
 class _Server(uvicorn.Server):
@@ -52,7 +56,10 @@ def make_executor(config: CodeEnvConfig) -> Executor:
     from rstar2.codeenv import kernel
     from rstar2.codeenv.pool import Pool
 
-    return Pool(config, kernel.resolve(config.isolation).level)
+    try:
+        return Pool(config, kernel.resolve(config.isolation).level)
+    except OSError as error:
+        raise CodeEnvError(_START.format(error=error)) from error
 
 
 def check_exposure(config: CodeEnvConfig) -> None:
@@ -111,8 +118,11 @@ async def serve(
 async def _start(pool: Executor, stop: _Stop) -> bool:
     """True when the pool is ready; False when a stop was asked for before."""
     starting = asyncio.create_task(pool.start())
-    if await stop.unless(starting):
-        return True
+    try:
+        if await stop.unless(starting):
+            return True
+    except OSError as error:
+        raise CodeEnvError(_START.format(error=error)) from error
     starting.cancel()
     await asyncio.gather(starting, return_exceptions=True)
     return False

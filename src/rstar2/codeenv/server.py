@@ -33,7 +33,8 @@ Handler = Callable[[Body], Awaitable[Any]]
 
 BODY_DEADLINE_S = 60.0
 WRITE_DEADLINE_S = 60.0
-FLUSH_S = 0.004
+"""A caller that does not read is left this long after the last deadline of its calls."""
+FLUSH_S = 0.008
 """Lines of one batch that finish closer together than this share a write."""
 
 JSON = b"application/json"
@@ -196,6 +197,7 @@ class _Stream:
         self._refusals: list[Refusal] = []
         self._wake = asyncio.Event()
         self._gone = False
+        self._longest_s = 0.0
 
     def add(self, call: wire.RunIn | wire.VerifyIn) -> None:
         """Submit one call; a refusal becomes its line."""
@@ -211,6 +213,7 @@ class _Stream:
             self._refuse(call.id, refusal.wire)
             return
         self._open[call.id] = request
+        self._longest_s = max(self._longest_s, request.deadline_s or wire.DEFAULT_DEADLINE_S)
         task.add_done_callback(lambda done: self._finish(request, done))
 
     def all_refused(self) -> Refusal | None:
@@ -251,7 +254,10 @@ class _Stream:
         watcher = asyncio.create_task(_disconnect(receive))
         watcher.add_done_callback(self._on_gone)
         try:
-            await self._write_lines(send)
+            async with asyncio.timeout(self._longest_s + WRITE_DEADLINE_S):
+                await self._write_lines(send)
+        except TimeoutError:
+            log.warning("a caller did not read its answer and was left")
         finally:
             watcher.cancel()
             for request in self._open.values():
@@ -276,8 +282,7 @@ class _Stream:
             chunk = b"".join(self._ready)
             left -= len(self._ready)
             self._ready.clear()
-            async with asyncio.timeout(WRITE_DEADLINE_S):
-                await send({"type": "http.response.body", "body": chunk, "more_body": left > 0})
+            await send({"type": "http.response.body", "body": chunk, "more_body": left > 0})
             flushed_s = loop.time()
 
 

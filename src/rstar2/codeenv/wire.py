@@ -15,6 +15,7 @@ Unknown fields are errors: a misspelt limit must never be ignored in silence.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, cast
@@ -228,9 +229,16 @@ def to_run(call: RunIn, cap: Limits) -> RunRequest:
     _check_positive("deadline_s", call.deadline_s)
     if call.session is not None:
         _check_id(call.session, "session")
-    limits = Limits(*(getattr(call.limits, name) for name in LimitsIn.__struct_fields__))
-    check_limits(limits, cap)
+    limits = _to_limits(call.limits, cap)
     return RunRequest(call.id, call.code, call.stdin, limits, call.session, call.deadline_s)
+
+
+@functools.lru_cache(maxsize=256)
+def _to_limits(asked: LimitsIn, cap: Limits) -> Limits:
+    """Checked limits; callers ask for the same few over and over."""
+    limits = Limits(*msgspec.structs.astuple(asked))
+    check_limits(limits, cap)
+    return limits
 
 
 def to_verify(call: VerifyIn) -> VerifyRequest:
@@ -301,13 +309,18 @@ def _scrub(value: Any) -> Any:
 def encode_call(request: Request, deadline_s: float) -> bytes:
     """One member of a batch, with what is left of the caller's budget."""
     if isinstance(request, RunRequest):
-        limits = LimitsIn(*(getattr(request.limits, n) for n in LimitsIn.__struct_fields__))
+        limits = _from_limits(request.limits)
         return _encoder.encode(
             RunIn(request.id, request.code, request.stdin, limits, request.session, deadline_s)
         )
     return _encoder.encode(
         VerifyIn(request.id, request.function, dict(request.arguments), deadline_s)
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _from_limits(limits: Limits) -> LimitsIn:
+    return LimitsIn(*(getattr(limits, name) for name in LimitsIn.__struct_fields__))
 
 
 def join_batch(calls: list[bytes]) -> bytes:
