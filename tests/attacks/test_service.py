@@ -57,7 +57,8 @@ def test_data_of_an_earlier_call_is_not_in_the_memory_of_the_next(cell):
         "for thing in gc.get_objects():\n"
         "    if isinstance(thing, dict):\n"
         "        found += [v for v in list(thing.values())"
-        " if isinstance(v, (str, bytes, bytearray)) and (needle in v if not isinstance(v, str) else needle.decode() in v)]\n"
+        " if isinstance(v, str) and needle.decode() in v"
+        " or isinstance(v, (bytes, bytearray)) and needle in v]\n"
         "print(len([f for f in found if f is not needle]))"
     )
     assert result["outcome"] == "ok", result

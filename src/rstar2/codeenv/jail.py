@@ -137,6 +137,7 @@ def enter(spec: JailSpec) -> None:
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
     landlock.restrict(readable, writable, _DEVICES, signals=True)
     _drop_capabilities()
+    die_with_parent()  # not earlier: a change of uid would clear it
     seccomp.base_filter(strict=spec.level == "strict").install()
 
 

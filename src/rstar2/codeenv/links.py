@@ -58,6 +58,11 @@ class WorkerLink(asyncio.Protocol):
     def name(self) -> str:
         return self.spec.name
 
+    @property
+    def busy(self) -> bool:
+        """Is a call running in it?"""
+        return self._waiting is not None
+
     def born(self, pid: int) -> None:
         """Remember the process by a handle that is never reused, as a bare pid would be."""
         self.pid = pid

@@ -28,10 +28,10 @@ class Permits:
     def waiting(self) -> int:
         return len(self._waiters)
 
-    def check(self) -> None:
-        """Refuse instead of queueing without bound."""
-        if self.free == 0 and len(self._waiters) >= self.queue:
-            after = max(0.1, min(30.0, len(self._waiters) * self.mean_s / self.slots))
+    def check(self, admitted: int) -> None:
+        """Refuse instead of queueing without bound; `admitted` calls are not answered yet."""
+        if admitted >= self.slots + self.queue:
+            after = max(0.1, min(30.0, admitted * self.mean_s / self.slots))
             raise QueueFullError(
                 f"the queue is full ({self.queue} calls); try again in {after:.1f} s", after
             )

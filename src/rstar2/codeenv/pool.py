@@ -73,6 +73,7 @@ class Pool:
         self._sessions = Sessions(config, self.stock)
         self._numbers = itertools.count(1)
         self._inflight: dict[str, asyncio.Task[Any]] = {}
+        self._leaving: set[asyncio.Task[Any]] = set()
         self._askers: Counter[str] = Counter()
         self._done: OrderedDict[str, tuple[int, Any]] = OrderedDict()
         self._done_bytes = 0
@@ -102,7 +103,7 @@ class Pool:
             await asyncio.wait(pending, timeout=grace_s)
         for task in pending:
             task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
+        await asyncio.gather(*pending, *self._leaving, return_exceptions=True)
         self._sessions.drop_all()
         await self.stock.close()
 
@@ -111,7 +112,7 @@ class Pool:
             isolation=self.isolation,
             slots=self._permits.slots,
             busy=self._permits.busy,
-            queued=self._permits.waiting,
+            queued=max(0, len(self._inflight) - self._permits.busy),
             sessions=len(self._sessions),
             restarts=self._lost + self.stock.restarts,
             completed=dict(self._completed),
@@ -153,7 +154,7 @@ class Pool:
         if task is None:
             if self._closing:
                 raise CodeEnvError("the pool is closing")
-            self._permits.check()
+            self._permits.check(len(self._inflight))
             task = asyncio.ensure_future(work())
             self._inflight[identity] = task
             task.add_done_callback(lambda done: self._remember(identity, done))
@@ -164,10 +165,19 @@ class Pool:
             self._askers[identity] -= 1
             if not self._askers[identity]:
                 del self._askers[identity]
-                task.cancel()  # nobody waits any more; does nothing to a call that has ended
+                self._leave(identity, task)
+
+    def _leave(self, identity: str, task: asyncio.Task[Any]) -> None:
+        """Nobody waits any more: end the call, and let a later asker start afresh."""
+        if not task.done():
+            task.cancel()
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+            del self._inflight[identity]
 
     def _remember(self, identity: str, task: asyncio.Task[Any]) -> None:
-        del self._inflight[identity]
+        if self._inflight.get(identity) is task:
+            del self._inflight[identity]
         if task.cancelled() or task.exception() is not None:
             return
         result = task.result()

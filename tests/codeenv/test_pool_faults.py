@@ -1,0 +1,218 @@
+"""The pool when its own processes die: calls are answered, nothing is left behind."""
+
+# ruff: noqa: ASYNC220, ASYNC240
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from rstar2.codeenv import cgroups, kernel
+from rstar2.codeenv.links import WorkerLink
+from rstar2.codeenv.pool import Pool
+from rstar2.codeenv.protocol import RunRequest
+from rstar2.config import CodeEnvConfig
+from rstar2.errors import CodeEnvError, IsolationError
+from rstar2.types import Limits, Outcome
+
+SERVICE = """
+import asyncio, os, sys
+from rstar2.codeenv.pool import Pool
+from rstar2.codeenv.protocol import RunRequest
+from rstar2.config import CodeEnvConfig
+from rstar2.types import Limits
+
+async def main():
+    pool = Pool(CodeEnvConfig(slots=2), sys.argv[1])
+    await pool.start()
+    session = await pool.open_session(None, None)
+    for name, where in (("a", None), ("b", session.id)):
+        asyncio.ensure_future(pool.run(RunRequest(
+            name, "while True: pass", limits=Limits(wall_s=60, cpu_s=60), session=where)))
+    while len([l for l in pool.stock.links if l.busy]) < 2:
+        await asyncio.sleep(0.05)
+    pids = [z.pid for z in pool.stock.zygotes.values()] + [l.pid for l in pool.stock.links]
+    print(pool.stock.directory, *pids, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def levels() -> list[str]:
+    try:
+        best = kernel.resolve("auto").level
+    except IsolationError:
+        return []
+    return ["strict", "portable"] if best == "strict" else ["portable"]
+
+
+@pytest_asyncio.fixture(params=levels())
+async def pool(request: pytest.FixtureRequest) -> AsyncIterator[Pool]:
+    pool = Pool(CodeEnvConfig(slots=2), request.param)
+    await pool.start()
+    yield pool
+    await pool.close(1.0)
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+async def gone(pids: list[int], within_s: float = 20.0) -> bool:
+    end = time.monotonic() + within_s
+    while any(alive(pid) for pid in pids):
+        if time.monotonic() > end:
+            return False
+        await asyncio.sleep(0.05)
+    return True
+
+
+async def until(condition: Callable[[], bool], within_s: float = 40.0) -> None:
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        await asyncio.sleep(0.02)
+
+
+async def running(pool: Pool) -> WorkerLink:
+    """The worker that runs a call; waits until there is one."""
+    await until(lambda: any(link.busy for link in pool.stock.links))
+    return next(link for link in pool.stock.links if link.busy)
+
+
+async def test_killed_worker_is_replaced_and_its_call_answered(pool: Pool) -> None:
+    call = asyncio.create_task(pool.run(RunRequest("w", "import time; time.sleep(1); print('ok')")))
+    os.kill((await running(pool)).pid, signal.SIGKILL)
+    result = await call
+    assert (result.outcome, result.stdout, result.attempts) == (Outcome.OK, "ok\n", 2)
+    assert pool.stats().restarts >= 1
+
+
+async def test_killed_zygote_is_replaced_and_its_calls_answered(pool: Pool) -> None:
+    call = asyncio.create_task(pool.run(RunRequest("z", "import time; time.sleep(1); print('ok')")))
+    await running(pool)
+    workers = [link.pid for link in pool.stock.links]
+    os.kill(pool.stock.zygotes["base"].pid, signal.SIGKILL)
+    result = await call
+    assert (result.outcome, result.stdout, result.attempts) == (Outcome.OK, "ok\n", 2)
+    assert await gone(workers)
+
+
+async def test_call_whose_worker_dies_twice_is_infrastructure(pool: Pool) -> None:
+    call = asyncio.create_task(
+        pool.run(RunRequest("t", "while True: pass", limits=Limits(wall_s=20, cpu_s=20)))
+    )
+    for _ in range(2):
+        link = await running(pool)
+        os.kill(link.pid, signal.SIGKILL)
+        await link.exited
+        await until(lambda link=link: not link.busy)
+    result = await call
+    assert result.outcome is Outcome.INFRASTRUCTURE
+    again = await pool.run(RunRequest("t", "print('now')"))
+    assert again.stdout == "now\n"
+
+
+async def test_hung_worker_is_replaced(pool: Pool) -> None:
+    await pool.run(RunRequest("h0", "1"))
+    for link in list(pool.stock.links):
+        os.kill(link.pid, signal.SIGSTOP)
+    result = await pool.run(RunRequest("h1", "print('ok')", limits=Limits(wall_s=0.5)))
+    assert (result.outcome, result.stdout) == (Outcome.OK, "ok\n")
+
+
+async def test_lost_session_is_reported_as_infrastructure(pool: Pool) -> None:
+    session = await pool.open_session(None, None)
+    for link in list(pool.stock.links):
+        os.kill(link.pid, signal.SIGKILL)
+    result = await pool.run(RunRequest("s", "1", session=session.id))
+    assert result.outcome is Outcome.INFRASTRUCTURE
+    assert pool.stats().sessions == 0
+
+
+async def test_call_is_ended_when_nobody_waits_for_it_and_may_be_asked_again(pool: Pool) -> None:
+    endless = RunRequest("c", "while True: pass", limits=Limits(wall_s=50, cpu_s=50))
+    first = asyncio.create_task(pool.run(endless))
+    link = await running(pool)
+    first.cancel()
+    again = await pool.run(RunRequest("c", "print('afresh')"))
+    assert again.stdout == "afresh\n"
+    assert await gone([link.pid])
+    assert first.cancelled()
+
+
+async def test_call_goes_on_while_one_of_two_waits_for_it(pool: Pool) -> None:
+    request = RunRequest("d", "import time; time.sleep(0.5); print('done')")
+    first, second = (asyncio.create_task(pool.run(request)) for _ in range(2))
+    await running(pool)
+    first.cancel()
+    assert (await second).stdout == "done\n"
+    assert pool.stats().completed == {"ok": 1}
+
+
+@pytest.mark.parametrize("level", levels())
+async def test_closing_leaves_nothing(level: str) -> None:
+    pool = Pool(CodeEnvConfig(slots=2), level)
+    await pool.start()
+    await pool.open_session(None, None)
+    endless = asyncio.create_task(
+        pool.run(RunRequest("e", "while True: pass", limits=Limits(wall_s=50, cpu_s=50)))
+    )
+    await running(pool)
+    directory = Path(pool.stock.directory)
+    pids = [z.pid for z in pool.stock.zygotes.values()] + [x.pid for x in pool.stock.links]
+    assert directory.exists()
+    await pool.close(0.1)
+    with pytest.raises((CodeEnvError, asyncio.CancelledError)):
+        await endless
+    assert await gone(pids)
+    assert not directory.exists()
+    assert not groups_of(os.getpid())
+
+
+def groups_of(pid: int) -> list[Path]:
+    name = cgroups.owner_name(pid) if alive(pid) else f"rstar2-codeenv-{pid}-"
+    return [p for h in cgroups.hierarchies() for p in Path(h.parent).glob(f"{name}*")]
+
+
+@pytest.mark.parametrize("level", levels())
+async def test_killed_service_leaves_no_process_and_no_trace(level: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVICE, level], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        line = await asyncio.to_thread(process.stdout.readline)
+        directory, *pids = line.split()
+        assert all(alive(int(pid)) for pid in pids)
+        assert len(pids) >= 3
+        process.kill()
+        process.wait(10)
+        assert await gone([int(pid) for pid in pids])
+        kernel.sweep_runtime()
+        for hierarchy in cgroups.hierarchies():
+            cgroups.sweep(hierarchy.parent)
+        assert not Path(directory).exists()
+        assert not groups_of(process.pid)
+    finally:
+        process.kill()
+        process.wait(10)
+        process.stdout.close()
+
+
+async def test_unknown_level_is_refused() -> None:
+    with pytest.raises(IsolationError, match="strict or portable"):
+        Pool(CodeEnvConfig(), "none")
