@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rstar2.agent.dialogue import Dialogue
     from rstar2.engine.embedded import EmbeddedEngine
 
-progress = Console(stderr=True)
+progress = Console(stderr=True, markup=False, highlight=False)
 
 Prompt = Annotated[str | None, typer.Argument(help="one message; without it, lines of stdin")]
 Model = Annotated[
