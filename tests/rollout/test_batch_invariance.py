@@ -26,17 +26,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def rollout(fleet: Fleet, index: int) -> list[Generation]:
-    """Two turns with a pause between them, as an agent takes them."""
-    prompt = [(7 * i + index) % 700 + 3 for i in range(5 + 3 * (index % 11))]
+    """Two turns with a pause between them, as an agent takes them; four share a prompt."""
+    group = index // 4
+    prompt = [(7 * i + group) % 700 + 3 for i in range(5 + 5 * group)]
     first = await fleet.generate(
-        prompt, Sampling(80 - index % 30, seed=index), session=f"g/{index}", deadline_s=60
+        prompt,
+        Sampling(80 - index % 30, seed=index),
+        session=f"g{index // 4}/{index}",
+        deadline_s=60,
     )
     await asyncio.sleep(0.01 * (index % 5))
     prompt += [*first.token_ids, 5, 6, 7]
     second = await fleet.generate(
-        prompt, Sampling(40, seed=index + 1), session=f"g/{index}", deadline_s=60
+        prompt, Sampling(40, seed=index + 1), session=f"g{index // 4}/{index}", deadline_s=60
     )
-    await fleet.release(f"g/{index}")
+    await fleet.release(f"g{index // 4}/{index}")
     return [first, second]
 
 
