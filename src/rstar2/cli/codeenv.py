@@ -7,13 +7,14 @@ import dataclasses
 import os
 import secrets
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from rstar2.codeenv.client import CodeEnvClient
@@ -246,31 +247,19 @@ def _read(path: Path, field: str) -> str:
 
 @asynccontextmanager
 async def _client(config: CodeEnvConfig) -> AsyncIterator[CodeEnvClient]:
-    with progress.status("starting a code environment") if not config.urls else _quiet():
+    what = "connecting to" if config.urls else "starting"
+    with progress.status(f"{what} a code environment"):
         client = await CodeEnvClient.start(config)
     async with client:
         yield client
 
 
-def _quiet() -> Any:
-    import contextlib
-
-    return contextlib.nullcontext()
-
-
-def _progress(total: int) -> Any:
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
     """A progress bar on stderr: `with _progress(n) as advance: advance(label)`."""
-    import contextlib
-
-    from rich.progress import Progress
-
-    @contextlib.contextmanager
-    def bar() -> Any:
-        with Progress(console=progress, transient=True) as shown:
-            task = shown.add_task("measuring", total=total)
-            yield lambda label: shown.update(task, advance=1, description=label)
-
-    return bar()
+    with Progress(console=progress, transient=True) as shown:
+        task = shown.add_task("measuring", total=total)
+        yield lambda label: shown.update(task, advance=1, description=label)
 
 
 def _show(result: ToolResult) -> None:

@@ -155,13 +155,7 @@ class Dispatcher:
     def _next_batch(self, now: float) -> tuple[Endpoint, list[Call]] | None:
         """The least busy server with enough room, and what to send to it."""
         for endpoint in sorted(self.endpoints, key=lambda e: e.outstanding):
-            if not endpoint.available(now):
-                if endpoint.healthy and now < endpoint.retry_at and self._waiting(endpoint):
-                    loop = asyncio.get_running_loop()
-                    loop.call_at(endpoint.retry_at, self._wake.set)
-                continue
-            calls = self._take(endpoint)
-            if calls:
+            if endpoint.available(now) and (calls := self._take(endpoint)):
                 return endpoint, calls
         return None
 
@@ -314,8 +308,12 @@ class Dispatcher:
             self._error(batch, call, error)
 
     def _hold(self, endpoint: Endpoint, error: wire.WireError) -> None:
+        """Send nothing more to a server for as long as it asked; then look again."""
         loop = asyncio.get_running_loop()
-        endpoint.retry_at = max(endpoint.retry_at, loop.time() + (error.retry_after_s or 0.1))
+        until = loop.time() + (error.retry_after_s or 0.1)
+        if loop.time() >= endpoint.retry_at:
+            loop.call_at(until, self._wake.set)
+            endpoint.retry_at = until
 
     def _retry_all(self, batch: Batch, reason: str, why: str, *, counts: bool = True) -> None:
         for call in reversed(list(batch.open.values())):

@@ -85,7 +85,6 @@ class Endpoint:
         self.health = health
         self.window = max(4 * self.batch, 4 * health.slots)
         self.healthy = True
-        self.retry_at = 0.0
         self._down.clear()
 
     async def monitor(self, on_change: Callable[[], None]) -> None:

@@ -36,6 +36,11 @@ class Address:
     prefix: str
     authorization: str | None
 
+    @property
+    def name(self) -> str:
+        """host:port as headers and messages have it."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
     @classmethod
     def parse(cls, url: str, token: str | None) -> Address:
         """From a URL; `http://token:SECRET@host:port` carries its own token."""
@@ -96,9 +101,7 @@ class Connection:
                 )
         except (OSError, TimeoutError) as error:
             reason = getattr(error, "strerror", None) or type(error).__name__
-            raise TransportError(
-                f"cannot connect to {address.host}:{address.port}: {reason}"
-            ) from error
+            raise TransportError(f"cannot connect to {address.name}: {reason}") from error
         return cls(address, reader, writer)
 
     async def request(self, method: str, path: str, body: bytes) -> Response:
@@ -106,7 +109,7 @@ class Connection:
         address = self.address
         head = [
             f"{method} {address.prefix}{path} HTTP/1.1",
-            f"host: {address.host}:{address.port}",
+            f"host: {address.name}",
             f"content-length: {len(body)}",
             "content-type: application/json",
         ]
@@ -146,9 +149,7 @@ class Connection:
 
     def _broken(self, error: Exception) -> TransportError:
         reason = getattr(error, "strerror", None) or type(error).__name__
-        return TransportError(
-            f"{self.address.host}:{self.address.port} broke the connection: {reason}"
-        )
+        return TransportError(f"{self.address.name} broke the connection: {reason}")
 
     def close(self) -> None:
         self.writer.close()
