@@ -1,20 +1,28 @@
-"""`rstar2 ablate`: GRPO, uniform resampling, RoC and its parts over seeds; a table and a plot."""
+"""`rstar2 ablate`: GRPO, uniform resampling, RoC and its parts over seeds; a table and a plot.
+
+Every run is an `rstar2 train` of its own, with its recipe, log and run directory under --out, so
+that several can share a machine and each goes on where it stopped.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rstar2.errors import RecipeError
+from rstar2.errors import InfrastructureError, RecipeError
 
 if TYPE_CHECKING:
     from rstar2.config import Recipe
-    from rstar2.pipeline.ablation import Run
+    from rstar2.pipeline.ablation import Execute, Run
+
+STOP_DEADLINE_S = 60.0
 
 
 def ablate(
@@ -26,6 +34,7 @@ def ablate(
         str, typer.Option(help="comma-separated; all: grpo, uniform, roc, roc-no-errors, ...")
     ] = "all",
     steps: Annotated[int | None, typer.Option(help="RL steps of every run [80]")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="runs at once; give each a core or two")] = 1,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", "-s", metavar="KEY=VALUE", help="override a setting in all runs"),
@@ -51,8 +60,9 @@ def ablate(
             variants=chosen,
             seeds=range(seeds),
             steps=steps,
-            execute=_execute,
+            execute=trainer(alone=jobs == 1),
             overrides=set_ or (),
+            jobs=jobs,
         )
 
     try:
@@ -68,20 +78,50 @@ def ablate(
     typer.echo(f"written to {out}: ablation.md, ablation.json, ablation.svg", err=True)
 
 
-async def _execute(recipe: Recipe, path: Path) -> None:
-    """Run one recipe to its end with plain lines; finished runs are left alone."""
-    from rstar2.pipeline.controller import run
-    from rstar2.pipeline.live import PlainView
-    from rstar2.record import RunDirectory, is_finished
+def trainer(*, alone: bool) -> Execute:
+    """Runs recipes as processes; beside others each keeps to one thread per process."""
+    environment = dict(os.environ)
+    if not alone:
+        environment["OMP_NUM_THREADS"] = "1"
 
-    with RunDirectory.create_or_resume(path, recipe) as directory:
+    async def execute(recipe: Recipe, path: Path) -> None:
+        from rstar2.record import dump_recipe, is_finished
+
         if is_finished(path):
             return
-        typer.echo(f"{path.name}: {recipe.name}, seed {recipe.seed}", err=True)
-        view = PlainView(sys.stderr)
-        try:
-            view.open(recipe, path)
-            await run(recipe, directory, view)
-        finally:
-            view.close()
-        directory.event("finished")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file, log = path.with_suffix(".yaml"), path.with_suffix(".log")
+        file.write_text(dump_recipe(recipe))
+        started = monotonic()
+        typer.echo(f"{path.name} begins, log in {log}", err=True)
+        with log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "rstar2", "train", str(file), "--run", str(path)),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+            )
+            status = await _wait(process)
+        if status != 0:
+            last = log.read_text(errors="replace").strip().splitlines()[-1:]
+            raise InfrastructureError(f"{path.name} ended with status {status}: {last} ({log})")
+        typer.echo(f"{path.name} done in {monotonic() - started:.0f} s", err=True)
+
+    return execute
+
+
+async def _wait(process: asyncio.subprocess.Process) -> int:
+    """Wait for a run; when we are stopped, it is stopped in order first."""
+    try:
+        return await process.wait()
+    except asyncio.CancelledError:
+        if process.returncode is None:
+            process.terminate()
+            try:
+                async with asyncio.timeout(STOP_DEADLINE_S):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+        raise

@@ -9,6 +9,7 @@ they drew for it is reported beside. Each run has its own directory and goes on 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from statistics import fmean, stdev
 from rstar2.config import Recipe, load_recipe
 from rstar2.errors import RecipeError
 from rstar2.record import read_evaluations, read_metrics
+from rstar2.rollout.groups import together
 from rstar2.types import Estimate
 
 VARIANTS = ("grpo", "uniform", "roc", "roc-no-errors", "roc-no-format", "release")
@@ -78,33 +80,46 @@ async def ablate(
     steps: int | None,
     execute: Execute,
     overrides: Sequence[str] = (),
+    jobs: int = 1,
 ) -> list[Run]:
-    """Run what is missing under `out`, then read everything back."""
+    """Run what is missing under `out`, at most `jobs` runs at once, then read everything back."""
     for variant in variants:
         if variant not in VARIANTS:
             raise RecipeError(f"--variants {variant}: known are {', '.join(VARIANTS)}")
         recipe_of(variant, seeds[0], steps, overrides)  # refuse all of it before any of it runs
-    for seed in seeds:
-        policy = await common_policy(out, seed, steps, execute, overrides)
-        for variant in variants:
-            recipe = recipe_of(variant, seed, steps, overrides)
-            model = recipe.model.model_copy(update={"path": str(policy)})
-            recipe = recipe.model_copy(update={"model": model, "sft": None})
-            await execute(recipe, out / f"{variant}-seed{seed}")
+    free = asyncio.Semaphore(jobs)
+
+    async def run(recipe: Recipe, path: Path) -> None:
+        async with free:
+            await execute(recipe, path)
+
+    async def one_seed(seed: int) -> None:
+        source = out / f"sft-seed{seed}"
+        await run(common_recipe(seed, overrides), source)
+        policy = source / "exports" / "sft"
+        await together(
+            run(variant_recipe(v, seed, steps, policy, overrides), out / f"{v}-seed{seed}")
+            for v in variants
+        )
+
+    await together(one_seed(seed) for seed in seeds)
     return [read_run(out / f"{v}-seed{s}", v, s) for v in variants for s in seeds]
 
 
-async def common_policy(
-    out: Path, seed: int, steps: int | None, execute: Execute, overrides: Sequence[str]
-) -> Path:
-    """The SFT weights that all variants of a seed start from."""
-    recipe = recipe_of("base", seed, steps, overrides)
-    recipe = recipe.model_copy(
-        update={"name": "ablation-sft", "rl": recipe.rl.model_copy(update={"stages": ()})}
-    )
-    path = out / f"sft-seed{seed}"
-    await execute(recipe, path)
-    return path / "exports" / "sft"
+def common_recipe(seed: int, overrides: Sequence[str]) -> Recipe:
+    """SFT alone: the weights that all variants of a seed start from."""
+    recipe = recipe_of("base", seed, None, overrides)
+    rl = recipe.rl.model_copy(update={"stages": ()})
+    return recipe.model_copy(update={"name": "ablation-sft", "rl": rl})
+
+
+def variant_recipe(
+    variant: str, seed: int, steps: int | None, policy: Path, overrides: Sequence[str]
+) -> Recipe:
+    """One variant's RL, from the common weights of its seed."""
+    recipe = recipe_of(variant, seed, steps, overrides)
+    model = recipe.model.model_copy(update={"path": str(policy.absolute())})
+    return recipe.model_copy(update={"model": model, "sft": None})
 
 
 def read_run(path: Path, variant: str, seed: int) -> Run:
