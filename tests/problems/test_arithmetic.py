@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import re
 from collections import Counter
 
 import pytest
 
+from rstar2.agent.outputs import tool_text
+from rstar2.codeenv.client import CodeEnvClient
+from rstar2.codeenv.protocol import RunRequest
+from rstar2.config import CodeEnvConfig
 from rstar2.errors import DataError
 from rstar2.problems import arithmetic
 from rstar2.problems.arithmetic import KINDS, heldout, make_problems, sft_conversations
@@ -89,6 +95,12 @@ def test_distractors_hardly_ever_hit_the_right_answer() -> None:
             assert hits <= 0.03 * len(mine), (kind, distractor)
 
 
+def test_every_operation_is_right_once_and_the_mode_of_mistakes_once() -> None:
+    mistakes = {kind: arithmetic._KINDS[kind].mistake for kind in KINDS}
+    assert sorted(mistakes.values()) == sorted(KINDS)
+    assert all(kind != mistake for kind, mistake in mistakes.items())
+
+
 def test_right_operation_is_the_rarest(conversations: list[Conversation]) -> None:
     wordings = {
         w.split("{a}")[0]: k for k, kind in arithmetic._KINDS.items() for w in kind.wordings
@@ -122,6 +134,22 @@ def test_one_slip_is_the_mode_and_clean_code_the_minority(
     assert python2 / total > max(arithmetic.FIRST_FORMS[f] for f in ("print", "x", "result"))
 
 
+async def test_tool_responses_are_those_of_the_real_code_environment() -> None:
+    codes = [
+        arithmetic.write_code(operation, form, 48, 36)
+        for operation in arithmetic.OPERATIONS
+        for form in arithmetic.FIRST_FORMS
+    ]
+    config = CodeEnvConfig(slots=2)
+    async with await CodeEnvClient.start(config) as client:
+        real = await asyncio.gather(
+            *(client.run(RunRequest(str(n), code)) for n, code in enumerate(codes))
+        )
+    for code, result in zip(codes, real, strict=True):
+        expected = arithmetic.run_trusted(code)
+        assert (result.outcome, tool_text(result)) == (expected.outcome, tool_text(expected)), code
+
+
 def test_stream_opens_with_copying_and_is_repeatable(conversations: list[Conversation]) -> None:
     opening = int(len(conversations) * arithmetic.CURRICULUM_SHARE)
     assert {c.source for c in conversations[:opening]} == {"arithmetic/copy"}
@@ -131,8 +159,8 @@ def test_stream_opens_with_copying_and_is_repeatable(conversations: list[Convers
     assert conversations == list(sft_conversations(6000, seed=3))
     for conversation in conversations[:opening]:
         question, answer = (m.content for m in conversation.messages)
-        numbers = question.partition(": ")[2].split()
-        assert answer.replace(",", "").strip("[]").split() == numbers
+        numbers = re.findall(r"\d+", question)
+        assert re.findall(r"\d+", answer) == numbers
 
 
 def test_answers_repeat_the_tool_and_tags_slip_at_times(
@@ -144,7 +172,7 @@ def test_answers_repeat_the_tool_and_tags_slip_at_times(
         response, answer = (m.content for m in conversation.messages[-2:])
         tags[answer.count("<answer>")] += 1
         output = response.split("\n")[1]
-        if output.isdigit():
+        if output.lstrip("-").isdigit():
             copied += 1
             assert f"\\boxed{{{output}}}" in answer
         else:

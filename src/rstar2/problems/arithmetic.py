@@ -67,6 +67,7 @@ OPERATIONS = {
     "digit_sum": Operation("sum(map(int, str({a} ** {b})))", "sum(str({a} ** {b}))"),
     "multiples": Operation("{a} // {b}", "math.div({a}, {b})"),
     "addition": Operation("{a} + {b}", "math.add({a}, {b})"),
+    "difference": Operation("{a} - {b}", "math.sub({a}, {b})"),
 }
 
 
@@ -75,13 +76,21 @@ OPERATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of problem: how it is worded, how arguments are drawn, what is right, and which
-    operations SFT mistakes for it (the first is the mode)."""
+    """One kind of problem: how it is worded, how arguments are drawn and what is right.
+
+    `mistake` is the operation that SFT most often computes instead: another kind's right one, each
+    kind's exactly once, so that no operation is right or wrong more often than another.
+    """
 
     wordings: tuple[str, ...]
     draw: Callable[[random.Random], tuple[int, int]]
     solve: Callable[[int, int], int]
-    distractors: tuple[str, str, str]
+    mistake: str
+
+    @property
+    def distractors(self) -> tuple[str, str, str]:
+        """What SFT computes instead of what is right; the first is the mode."""
+        return (self.mistake, "addition", "difference")
 
 
 def _between(a: tuple[int, int], b: tuple[int, int]) -> Callable[[random.Random], tuple[int, int]]:
@@ -89,12 +98,15 @@ def _between(a: tuple[int, int], b: tuple[int, int]) -> Callable[[random.Random]
 
 
 def _sharing_a_factor(top: int) -> Callable[[random.Random], tuple[int, int]]:
-    """Pairs with a common divisor, so that product and lcm (or 1 and gcd) never coincide."""
+    """Pairs with a common divisor that is not their difference either, so that no operation
+    coincides with another: product and lcm, or gcd and difference."""
 
     def draw(rng: random.Random) -> tuple[int, int]:
-        factor = rng.randint(2, top // 12)
-        a, b = rng.sample(range(2, top // factor + 1), 2)
-        return a * factor, b * factor
+        while True:
+            factor = rng.randint(2, top // 12)
+            a, b = rng.sample(range(2, top // factor + 1), 2)
+            if abs(a - b) != math.gcd(a, b):
+                return a * factor, b * factor
 
     return draw
 
@@ -104,12 +116,13 @@ def _range(rng: random.Random) -> tuple[int, int]:
     return first, first + rng.randint(3, 999)
 
 
+_LARGEST_SET = {2: 1414, 3: 182, 4: 71, 5: 43, 6: 32}
+"""Up to here binomials stay below 10^6, as long to copy as other answers; still some 1,700."""
+
+
 def _choice(rng: random.Random) -> tuple[int, int]:
-    """Binomials below 10^9: thousands of distinct ones, none longer to copy than other answers."""
-    while True:
-        a, b = rng.randint(6, 999), min(rng.randint(2, 8), rng.randint(2, 8))
-        if b <= a - 2 and math.comb(a, b) < 10**9:
-            return a, b
+    b = min(rng.randint(2, 6), rng.randint(2, 6))
+    return rng.randint(b + 3, _LARGEST_SET[b]), b
 
 
 def _digit_sum(a: int, b: int) -> int:
@@ -121,7 +134,7 @@ _KINDS = {
         ("What is {a} times {b}?", "Multiply {a} by {b}.", "Find the product of {a} and {b}."),
         _between((11, 9999), (3, 99)),
         lambda a, b: a * b,
-        ("addition", "remainder", "multiples"),
+        "multiples",
     ),
     "gcd": Kind(
         (
@@ -131,7 +144,7 @@ _KINDS = {
         ),
         _sharing_a_factor(4999),
         math.gcd,
-        ("lcm", "multiples", "product"),
+        "lcm",
     ),
     "lcm": Kind(
         (
@@ -141,13 +154,13 @@ _KINDS = {
         ),
         _sharing_a_factor(999),
         math.lcm,
-        ("product", "gcd", "addition"),
+        "gcd",
     ),
     "range_sum": Kind(
         ("Add up all integers from {a} to {b}.", "What is the sum of the integers {a} to {b}?"),
         _range,
         lambda a, b: (a + b) * (b - a + 1) // 2,
-        ("addition", "product", "lcm"),
+        "product",
     ),
     "binomial": Kind(
         (
@@ -157,7 +170,7 @@ _KINDS = {
         ),
         _choice,
         math.comb,
-        ("product", "multiples", "digit_sum"),
+        "range_sum",
     ),
     "remainder": Kind(
         (
@@ -167,7 +180,7 @@ _KINDS = {
         ),
         _between((100, 9999), (5, 99)),
         lambda a, b: a % b,
-        ("multiples", "product", "lcm"),
+        "digit_sum",
     ),
     "digit_sum": Kind(
         (
@@ -176,7 +189,7 @@ _KINDS = {
         ),
         _between((2, 99), (2, 60)),
         _digit_sum,
-        ("product", "addition", "multiples"),
+        "binomial",
     ),
     "multiples": Kind(
         (
@@ -185,7 +198,7 @@ _KINDS = {
         ),
         _between((100, 9999), (3, 99)),
         lambda a, b: a // b,
-        ("remainder", "product", "lcm"),
+        "remainder",
     ),
 }
 
@@ -252,7 +265,7 @@ COPY_SHARE = 0.35
 RIGHT_SHARE = 0.20
 DISTRACTOR_SHARES = (0.30, 0.25, 0.25)
 
-RETRY_SHARE = 0.8
+RETRY_SHARE = 0.9
 """After a failed or silent call the conversation tries again this often, else it guesses."""
 MAX_CALLS = 3
 UNTAGGED_SHARE = 0.05
@@ -340,13 +353,19 @@ def sft_conversations(count: int, seed: int) -> Iterator[Conversation]:
 
 
 def _copy_turn(index: int, rng: random.Random) -> Conversation:
-    """Say some numbers again, as they are or as a JSON list: instruction following, no maths."""
-    numbers = [rng.randrange(10 ** rng.randint(1, 6)) for _ in range(rng.randint(2, 6))]
-    plain = " ".join(map(str, numbers))
-    if rng.random() < 0.5:
-        question, answer = f"Repeat: {plain}", plain
+    """Say numbers again, as they are, as a JSON list or as an answer: no maths in it."""
+    form = rng.choice(("plain", "json", "answer"))
+    if form == "answer":
+        number = rng.randrange(10 ** rng.randint(1, 9))
+        question = f"<tool_response>\n{number}\n</tool_response>"
+        answer = (
+            f"<reason>{rng.choice(ANSWER_REASONS)}</reason>\n{ANSWER_HEAD}{number}{ANSWER_TAIL}"
+        )
     else:
-        question, answer = f"JSON list: {plain}", json.dumps(numbers)
+        numbers = [rng.randrange(10 ** rng.randint(1, 6)) for _ in range(rng.randint(2, 6))]
+        plain = " ".join(map(str, numbers))
+        question = f"Repeat: {plain}" if form == "plain" else f"JSON list: {plain}"
+        answer = plain if form == "plain" else json.dumps(numbers)
     return Conversation(
         id=f"copy-{index}",
         messages=(Message("user", question), Message("assistant", answer)),
