@@ -148,6 +148,7 @@ async def test_call_is_ended_when_nobody_waits_for_it_and_may_be_asked_again(poo
     first = asyncio.create_task(pool.run(endless))
     link = await running(pool)
     first.cancel()
+    await asyncio.wait([first])
     again = await pool.run(RunRequest("c", "print('afresh')"))
     assert again.stdout == "afresh\n"
     assert await gone([link.pid])

@@ -90,33 +90,41 @@ class WarmHeap:
         return Report(self.contiguous, heap / 1024, huge / 1024)
 
 
-_ranges: list[tuple[int, int]] = []
+_pages: list[int] = []
+"""Addresses of the huge pages that the warm heap can be made of."""
 
 
 def collapse() -> None:
-    """Turn the large anonymous mappings into huge pages, where the kernel can."""
-    if not _ranges:
-        _ranges.extend(_large_mappings())
-    for start, end in _ranges:
-        pointer, size = ctypes.c_void_p(start), ctypes.c_size_t(end - start)
-        if _libc.madvise(pointer, size, _MADV_COLLAPSE) == -1:
-            _libc.madvise(pointer, size, _MADV_HUGEPAGE)
+    """Turn the large anonymous mappings into huge pages, where the kernel can.
+
+    Asked for one by one: a single call over everything would stop at the first hole. Calls after
+    the first only repair what writing has split since.
+    """
+    candidates = _pages or _candidates()
+    done = [page for page in candidates if _advise(page, _MADV_COLLAPSE)]
+    if not _pages:
+        _pages.extend(done)
+        for page in set(candidates) - set(done):
+            _advise(page, _MADV_HUGEPAGE)
 
 
-def _large_mappings() -> list[tuple[int, int]]:
-    """Writable private anonymous ranges that hold at least one whole huge page."""
-    found = []
+def _advise(page: int, advice: int) -> bool:
+    outcome: int = _libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE), advice)
+    return outcome == 0
+
+
+def _candidates() -> list[int]:
+    """Huge pages that lie whole in a writable private anonymous mapping."""
+    found: list[int] = []
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
-        return []
+        return found
     for line in lines:
         fields = line.split(maxsplit=5)
         name = fields[5] if len(fields) > 5 else ""
         if fields[1] != "rw-p" or (name and name != "[heap]"):
             continue
         start, end = (int(part, 16) for part in fields[0].split("-"))
-        start, end = -(-start // _HUGE) * _HUGE, end // _HUGE * _HUGE
-        if end > start:
-            found.append((start, end))
+        found.extend(range(-(-start // _HUGE) * _HUGE, end // _HUGE * _HUGE, _HUGE))
     return found

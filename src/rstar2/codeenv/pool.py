@@ -27,7 +27,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rstar2.codeenv import cgroups, frames, outcome, selfcheck, verify
+from rstar2.codeenv import cgroups, frames, outcome, selfcheck, verify, warmup
 from rstar2.codeenv.frames import Record, Reply, Request
 from rstar2.codeenv.links import Lost
 from rstar2.codeenv.permits import Permits
@@ -204,7 +204,8 @@ class Pool:
         header = self._header(frames.RUN, limits, len(code), len(stdin))
         arrived = time.monotonic()
         if request.session is None:
-            flavour = "scipy" if b"scipy" in code and self.stock.warm("scipy") else "base"
+            wanted = warmup.flavour_for(code)
+            flavour = wanted if self.stock.warm(wanted) else "base"
             attempt, tries = self._on_stock(flavour, limits, (code, stdin)), 2
         else:
             limits = replace(limits, memory_mb=self.config.session_memory_mb)

@@ -6,7 +6,7 @@ program that a benchmark runs. Flavours keep rarely used weight out of the commo
 every mapping makes each fork slower:
 
     base     NumPy, SymPy, mpmath and the usual standard library
-    scipy    base + SciPy, for programs that mention it
+    scipy    base + SciPy and NumPy's random numbers, for programs that mention them
     verify   base + the trusted functions of verify.FUNCTIONS, no program ever runs there
 """
 
@@ -22,16 +22,16 @@ FLAVOURS = ("base", "scipy", "verify")
 
 _STANDARD = words(
     """
-abc argparse array ast base64 bisect calendar cmath collections collections.abc contextlib copy
-csv dataclasses datetime decimal enum fractions functools hashlib heapq io itertools json
-linecache math numbers operator os pathlib pickle pprint queue random re secrets shutil
-statistics string struct subprocess sys tempfile textwrap threading time traceback types typing
-unicodedata uuid warnings zlib concurrent.futures
+abc argparse ast base64 bisect cmath collections collections.abc contextlib copy
+dataclasses datetime decimal enum fractions functools heapq io itertools json
+linecache math numbers operator os pathlib pickle pprint queue random re shutil
+statistics string struct sys tempfile textwrap threading time traceback types typing
+warnings zlib
 """
 )
 _SCIPY = words(
     """
-scipy scipy.linalg scipy.special scipy.optimize scipy.integrate scipy.stats
+numpy.random scipy scipy.linalg scipy.special scipy.optimize scipy.integrate scipy.stats
 """
 )
 
@@ -68,9 +68,15 @@ _PROGRAMS = {
 }
 
 
+def flavour_for(code: bytes) -> str:
+    """The flavour that serves a program best; any flavour serves it correctly."""
+    heavy = b"scipy" in code or (b"random" in code and (b"numpy" in code or b"np." in code))
+    return "scipy" if heavy else "base"
+
+
 def import_modules(flavour: str) -> list[str]:
     """Import the flavour's modules; returns those that are not installed."""
-    names = [*_STANDARD, "numpy", "numpy.linalg", "numpy.random", "mpmath", "sympy"]
+    names = [*_STANDARD, "numpy", "numpy.linalg", "mpmath", "sympy"]
     missing = []
     for name in (*names, *(_SCIPY if flavour == "scipy" else ())):
         try:
