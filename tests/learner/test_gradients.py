@@ -18,7 +18,7 @@ from learner_helpers import (
 )
 from transformers import AutoModelForCausalLM
 
-from rstar2.config import LossConfig, OptimizerConfig
+from rstar2.config import LearnerConfig, LossConfig, OptimizerConfig
 from rstar2.errors import InvariantError, RecipeError
 from rstar2.learner.learner import Learner
 from rstar2.types import Batch
@@ -95,8 +95,6 @@ def test_accumulation_does_not_change_the_gradient(
 def test_activation_checkpointing_does_not_change_the_gradient(
     model_dir: Path, batch: Batch
 ) -> None:
-    from rstar2.config import LearnerConfig
-
     lean = Learner(
         model_dir,
         LearnerConfig(activation_checkpointing=True),
@@ -106,6 +104,25 @@ def test_activation_checkpointing_does_not_change_the_gradient(
     )
     expected = captured_gradient(make_learner(model_dir), batch, LossConfig())
     assert largest_gap(captured_gradient(lean, batch, LossConfig()), expected) < 1e-6
+
+
+def test_bfloat16_is_near_float32_and_exports_as_such(
+    model_dir: Path, batch: Batch, tmp_path: Path
+) -> None:
+    narrow = Learner(
+        model_dir,
+        LearnerConfig(dtype="bfloat16"),
+        OptimizerConfig(lr=1e-3),
+        total_steps=1,
+        seed=0,
+    )
+    wide = make_learner(model_dir, OptimizerConfig(lr=1e-3))
+    found, expected = (each.rl_step(batch, LossConfig(), 1) for each in (narrow, wide))
+    assert found["loss"] == pytest.approx(expected["loss"], abs=0.05)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
+    assert {v.dtype for v in narrow.state().values()} == {torch.float32}, "master weights"
+    narrow.export(tmp_path / "m")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "m").dtype is torch.bfloat16
 
 
 class TestMasks:
@@ -206,8 +223,6 @@ class TestRefusals:
             make_learner(model_dir).rl_step(Batch(4, ()), LossConfig(), 1)
 
     def test_ranks_without_processes(self, model_dir: Path) -> None:
-        from rstar2.config import LearnerConfig
-
         with pytest.raises(RecipeError, match=r"learner\.ranks=2"):
             Learner(model_dir, LearnerConfig(ranks=2), OptimizerConfig(), total_steps=1, seed=0)
 

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -180,11 +181,10 @@ class _Ranks:
             raise
 
     def call(self, method: str, args: tuple[Any, ...], deadline_s: float) -> Any:
-        for rank, pipe in enumerate(self._pipes):
-            try:
-                pipe.send((method, args))
-            except OSError as error:
-                raise RankError(f"learner rank {rank} is gone ({method}): {error}") from error
+        """Send a command to all ranks; a rank that does not read it runs into the deadline."""
+        command = bytes(ForkingPickler.dumps((method, args)))
+        for pipe in self._pipes:
+            threading.Thread(target=_send, args=(pipe, command), daemon=True).start()
         return self._answers(method, deadline_s)
 
     def _answers(self, method: str, deadline_s: float) -> Any:
@@ -245,6 +245,12 @@ class _Ranks:
             pipe.close()
         self._pipes, self._lifelines, self._processes = [], [], []
         self._rendezvous.cleanup()
+
+
+def _send(pipe: Connection, command: bytes) -> None:
+    """Write a command; a rank that is gone is noticed where its answer is awaited."""
+    with contextlib.suppress(OSError):
+        pipe.send_bytes(command)
 
 
 # --------------------------------------------------------------------------- rank side

@@ -8,6 +8,8 @@ proven against the model's own logits when it is loaded, so an unknown head is r
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils import is_flash_attn_2_available, logging
 
 from rstar2.errors import RecipeError
 from rstar2.learner import attention
@@ -42,6 +44,9 @@ class Policy(nn.Module):
     def forward(self, pack: Pack) -> tuple[Tensor, Tensor]:
         """(logprob, entropy) of `pack.target_T`."""
         hidden_TD = self.hidden(pack)[0].index_select(0, pack.source_T)
+        device = hidden_TD.device.type
+        if torch.is_autocast_enabled(device):  # the last norm may have widened them
+            hidden_TD = hidden_TD.to(torch.get_autocast_dtype(device))
         head = cast(nn.Linear, self.model.get_output_embeddings())
         logprob_T, entropy_T = token_logprobs(
             hidden_TD, head.weight, head.bias, pack.target_T, self.scale
@@ -75,9 +80,10 @@ def head_scale(config: Any) -> HeadScale:
 
 def load_policy(model_dir: str | Path, device: str, *, checkpointing: bool = False) -> Policy:
     """Load a model in float32 master weights, ready to train on packs."""
-    model = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=torch.float32, attn_implementation=_attention(device)
-    )
+    with _no_progress_bar():
+        model = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=torch.float32, attn_implementation=_attention(device)
+        )
     if not type(model).is_backend_compatible():
         raise RecipeError(
             f"model.path={model_dir}: {type(model).__name__} does not use transformers' attention "
@@ -98,6 +104,18 @@ def prepare(model: PreTrainedModel, *, checkpointing: bool = False) -> Policy:
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return Policy(model)
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Progress is the caller's to show."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _attention(device: str) -> str:
