@@ -134,7 +134,8 @@ def hold_group(model_dir: Path, pipe: Connection) -> None:
     """A parent that starts two ranks, tells their ids and waits to be killed."""
     group = make_group(model_dir, 2)
     assert group._ranks is not None
-    pipe.send([process.pid for process in group._ranks._processes])
+    ranks = group._ranks
+    pipe.send(([process.pid for process in ranks._processes], ranks._rendezvous.name))
     time.sleep(600)
 
 

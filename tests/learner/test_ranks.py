@@ -136,7 +136,7 @@ class TestDeaths:
         parent.start()
         theirs.close()
         assert ours.poll(120), "the group did not start"
-        pids = ours.recv()
+        pids, rendezvous = ours.recv()
         ours.close()
         assert len(pids) == 2
         assert all(_alive(pid) for pid in pids)
@@ -146,6 +146,7 @@ class TestDeaths:
         while any(_alive(pid) for pid in pids) and time.monotonic() < ends:
             time.sleep(0.02)
         assert not any(_alive(pid) for pid in pids)
+        assert not Path(rendezvous).exists()
 
 
 def _alive(pid: int) -> bool:

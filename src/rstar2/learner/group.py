@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -266,7 +267,8 @@ def _serve(
     options: dict[str, Any],
 ) -> None:
     """Life of a rank: join the others, make the learner, answer calls until told to stop."""
-    threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
+    watch = threading.Thread(target=_end_with_parent, args=(lifeline, store), daemon=True)
+    watch.start()
     try:
         learner = _join(rank, ranks, store, args, options)
         pipe.send((False, None))
@@ -308,10 +310,11 @@ def _join(
     return Learner(*args, **options)
 
 
-def _end_with_parent(lifeline: Connection) -> None:
+def _end_with_parent(lifeline: Connection, store: str) -> None:
     """Leave at once when the parent's end of the pipe closes: it never sends anything."""
     with contextlib.suppress(EOFError, OSError):
         lifeline.recv()
+    shutil.rmtree(Path(store).parent, ignore_errors=True)  # the parent can't any more
     os._exit(1)
 
 
