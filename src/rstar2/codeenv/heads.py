@@ -137,7 +137,7 @@ class SessionWorker(Worker):
         start = request.name + request.code
         spools = [spool(bytes(view[request.name : start]))]
         spools.append(spool(bytes(view[start : start + request.stdin])))
-        writers = [writer for _, writer in call.pipes]
+        writers = call.writers
         message = _ORDER.pack(order, request.output_chars)
         try:
             socket.send_fds(head.sock, [message], [*spools, *writers, theirs.fileno()])
@@ -147,13 +147,13 @@ class SessionWorker(Worker):
             for descriptor in (*spools, *writers):
                 os.close(descriptor)
             theirs.close()
-        for reader, _ in call.pipes:
+        for reader in call.readers:
             os.set_blocking(reader, False)
         return True
 
     def _follow(self, call: Call, ours: socket.socket, commit_on_hello: bool) -> int | None:
         """Wait for the clone to say that it is done: its peak memory, or None if it failed."""
-        while self.watch(call, [ours.fileno()]):
+        while self.watch(call, ours.fileno()):
             try:
                 data, ancillary, _, _ = ours.recvmsg(64, socket.CMSG_SPACE(_CREDENTIALS.size))
             except OSError:

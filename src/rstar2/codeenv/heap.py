@@ -8,6 +8,10 @@ libc or the kernel lacks a part, calls are slower and nothing else changes. `Rep
 from __future__ import annotations
 
 import ctypes
+import os
+import re
+import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +47,7 @@ class WarmHeap:
     def __init__(self, reserve_mb: int = 64) -> None:
         self._original: _Arenas | None = None
         self.contiguous = False
+        self._plugs: list[list[object]] = []
         if not hasattr(_libc, "mallopt"):
             return
         _libc.mallopt(_M_ARENA_MAX, 1)
@@ -65,8 +70,23 @@ class WarmHeap:
         self._original = original
         self.contiguous = True
 
+    def plug(self) -> None:
+        """Fill the holes that the warm-up left in Python's pools.
+
+        What the worker and its calls allocate later then comes from fresh memory, and not from a
+        hole here and a hole there: each would split a huge page, in the worker for good.
+        """
+        for size, holes in _holes().items():
+            if size >= 48:
+                self._plugs.append([bytes(size - 33) for _ in range(holes)])
+            elif size == 32:
+                self._plugs.append([float("0.5") for _ in range(holes)])
+            else:
+                self._plugs.append([object() for _ in range(holes)])
+
     def settle(self) -> Report:
         """Back to the usual allocators for what calls allocate; collapse what is there."""
+        self.plug()
         if self._original is not None:
             ctypes.pythonapi.PyObject_SetArenaAllocator(ctypes.byref(self._original))
             _libc.mallopt(_M_TOP_PAD, 128 << 10)
@@ -88,6 +108,27 @@ class WarmHeap:
             elif key == "AnonHugePages":
                 huge += int(rest.split()[0])
         return Report(self.contiguous, heap / 1024, huge / 1024)
+
+
+_HOLES = re.compile(r"^\s*\d+\s+(\d+)\s+\d+\s+\d+\s+(\d+)\s*$", re.MULTILINE)
+
+
+def _holes() -> dict[int, int]:
+    """Free blocks in Python's pools by size, as CPython itself reports them on standard error."""
+    if not hasattr(sys, "_debugmallocstats"):
+        return {}
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            sys._debugmallocstats()
+            _libc.fflush(None)
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+        file.seek(0)
+        text = file.read().decode()
+    return {int(size): int(free) for size, free in _HOLES.findall(text)}
 
 
 _pages: list[int] = []

@@ -88,10 +88,13 @@ def prctl(option: int, *arguments: int) -> int:
     return syscalls.checked(syscalls.libc.prctl(option, *longs), f"prctl({option})")
 
 
+_bare_fork = getattr(syscalls.libc, "_Fork", None) or syscalls.libc.fork
+
+
 def fork() -> int:
     """Fork without Python's after-fork hooks: a millisecond cheaper with a warm interpreter."""
-    bare = getattr(syscalls.libc, "_Fork", None) or syscalls.libc.fork
-    return syscalls.checked(bare(), "fork")
+    pid: int = _bare_fork()
+    return pid if pid >= 0 else syscalls.checked(pid, "fork")
 
 
 def readable_paths() -> list[str]:

@@ -7,6 +7,7 @@ most; if anything fails here, the process ends without a record and the wait sta
 
 from __future__ import annotations
 
+import _random
 import ast
 import atexit
 import gc
@@ -65,7 +66,9 @@ def fresh_main() -> dict[str, Any]:
 
 def reseed() -> None:
     """Independent random numbers for every call, though all are forked from one process."""
-    random.seed()
+    generator: Any = random._inst
+    _random.Random.seed(generator, int.from_bytes(os.urandom(32), "little"))  # in C: few pages
+    generator.gauss_next = None
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed(int.from_bytes(os.urandom(4), "little"))
@@ -73,15 +76,9 @@ def reseed() -> None:
 
 def execute(source: str, namespace: dict[str, Any], limit: int) -> Record:
     """Run a program; its last expression becomes the value if nothing was printed."""
-    linecache.cache[FILENAME] = (len(source), None, source.splitlines(True), FILENAME)
+    linecache.cache[FILENAME] = (lambda: source,)
     try:
-        tree: ast.Module = ast.parse(source, FILENAME)
-        last = None
-        if tree.body and isinstance(tree.body[-1], ast.Expr):
-            last = ast.Expression(tree.body[-1].value)
-            tree.body.pop()
-        program = compile(tree, FILENAME, "exec")
-        expression = compile(last, FILENAME, "eval") if last is not None else None
+        program, expression = _compile(source)
     except SyntaxError as error:
         return _syntax_error(error, source)
     except BaseException as error:  # noqa: BLE001 - null bytes, nesting too deep, memory
@@ -98,6 +95,23 @@ def execute(source: str, namespace: dict[str, Any], limit: int) -> Record:
         return _exit(error)
     except BaseException as error:  # noqa: BLE001 - whatever a program raises is its result
         return describe(error, source, limit)
+
+
+def _compile(source: str) -> tuple[types.CodeType, types.CodeType | None]:
+    """The program and, apart from it, its last expression, if its value could be shown.
+
+    A program that ends with a line `print(...)`, as most do, has no such value; the detour over a
+    syntax tree in Python objects, which costs more than the rest of a short call, is saved then.
+    """
+    ending = source.rstrip()
+    if ending[ending.rfind("\n") + 1 :].startswith("print("):
+        return compile(source, FILENAME, "exec"), None
+    tree = ast.parse(source, FILENAME)
+    if not tree.body or not isinstance(tree.body[-1], ast.Expr):
+        return compile(tree, FILENAME, "exec"), None
+    last = ast.Expression(tree.body[-1].value)
+    tree.body.pop()
+    return compile(tree, FILENAME, "exec"), compile(last, FILENAME, "eval")
 
 
 def _pending() -> bool:
@@ -209,18 +223,24 @@ def _one(error: BaseException, lines: list[str]) -> str:
 
 
 def finish(record: Record, result_fd: int) -> None:
-    """End as an interpreter would (threads, exit functions, flush), then hand in the record."""
-    if threading.active_count() > 1:
+    """End as an interpreter would (threads, exit functions, flush), then hand in the record.
+
+    A program that ended well and has no value to show says nothing: its exit status is enough.
+    """
+    if len(threading._active) > 1:  # type: ignore[attr-defined]
         _quietly(threading._shutdown)  # type: ignore[attr-defined]
     _quietly(atexit._run_exitfuncs)
     flush()
-    hand_in(record, result_fd)
+    if record.kind != frames.NOTHING:
+        hand_in(record, result_fd)
 
 
 def flush() -> None:
     """Everything printed leaves the process."""
-    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-        if stream is not None:
+    _quietly(sys.__stdout__.flush)  # type: ignore[union-attr]
+    _quietly(sys.__stderr__.flush)  # type: ignore[union-attr]
+    for stream, original in ((sys.stdout, sys.__stdout__), (sys.stderr, sys.__stderr__)):
+        if stream is not original and stream is not None:
             _quietly(stream.flush)
 
 
@@ -239,11 +259,11 @@ def _quietly(function: Any) -> None:
         return
 
 
-def run_program(source: str, limit: int, result_fd: int) -> int:
+def run_program(source: str, namespace: dict[str, Any], limit: int, result_fd: int) -> int:
     """The whole life of a plain call after its process is set up; returns the exit code."""
     gc.enable()
     reseed()
-    record = execute(source, fresh_main(), limit)
+    record = execute(source, namespace, limit)
     finish(record, result_fd)
     if record.kind == frames.EXIT:
         return int(record.text)

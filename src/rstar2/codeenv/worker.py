@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from rstar2.codeenv import frames, jail, runner, seccomp
+from rstar2.codeenv import frames, jail, runner, seccomp, syscalls
 from rstar2.codeenv.frames import Reply, Request
 
 RESULT_FD = 3
@@ -66,32 +66,40 @@ class Buffer:
 class Call:
     """One child and the pipes to it, as seen by the worker."""
 
+    __slots__ = ("cause", "deadline", "pid", "pidfd", "readers", "request", "started", "writers")
+
     def __init__(self, request: Request) -> None:
         self.request = request
         self.cause = frames.EXITED
         self.pid = 0
         self.pidfd = -1
-        self.pipes = [os.pipe() for _ in range(3)]
+        out, err, record = os.pipe(), os.pipe(), os.pipe()
+        self.readers = (out[0], err[0], record[0])
+        self.writers = (out[1], err[1], record[1])
         self.started = time.monotonic()
         self.deadline = self.started + request.wall_s
 
     def adopt(self, pid: int) -> None:
         """Remember the child by its pid and a handle."""
         self.pid = pid
-        with contextlib.suppress(OSError):  # it is gone already: then its end tells the rest
+        try:
             self.pidfd = os.pidfd_open(pid)
+        except OSError:
+            self.pidfd = -1  # it is gone already: then its end tells the rest
 
-    def parent_side(self, pid: int) -> None:
-        """Keep the reading ends and a handle on the child."""
-        self.adopt(pid)
-        for reader, writer in self.pipes:
+    def parent_side(self) -> None:
+        """Keep the reading ends only. They never block: somebody may still hold a writing end."""
+        for writer in self.writers:
             os.close(writer)
+        for reader in self.readers:
             os.set_blocking(reader, False)
 
     def child_side(self) -> None:
         """Standard output, error and record on 1 to 3; every other descriptor closed."""
-        for target, (_, writer) in enumerate(self.pipes, start=1):
-            os.dup2(writer, target)
+        out, err, record = self.writers
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        os.dup2(record, RESULT_FD)
         os.closerange(_FIRST_FD, 256)
 
     def kill(self, cause: int) -> None:
@@ -102,10 +110,10 @@ class Call:
     def kill_quietly(self) -> None:
         if self.pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+                signal.pidfd_send_signal(self.pidfd, 9)
 
     def close(self) -> None:
-        for reader, _ in self.pipes:
+        for reader in self.readers:
             os.close(reader)
         if self.pidfd >= 0:
             os.close(self.pidfd)
@@ -129,6 +137,9 @@ class Worker:
         cap = frames.output_cap(1 << 20) + (1 << 16)
         self.streams = [Buffer(cap) for _ in range(3)]
         self.filter = None if spec.forks else seccomp.CallFilter(spec.level)
+        self.namespace = runner.fresh_main()
+        self.poller = select.poll()
+        self.poller.register(control, 0)
         self.served = 0
         self.base_as = 0
         self.base_rss_kb = 0
@@ -139,6 +150,7 @@ class Worker:
     def serve(self) -> NoReturn:
         """Answer requests until the pool closes the socket."""
         self._measure()
+        self.limit_all()
         self.control.sendall(frames.HELLO)
         header = bytearray(frames.REQUEST.size)
         while self._receive(memoryview(header)):
@@ -162,33 +174,32 @@ class Worker:
         out, err, record = self.streams
         wall = time.monotonic() - call.started
         clean = self._clean_scratch()
-        header = Reply(
-            seq=call.request.seq,
-            status=status,
-            cause=call.cause,
-            retire=0 if clean else 1,
-            stdout=out.used,
-            stderr=err.used,
-            record=record.used,
-            wall_s=wall,
-            cpu_s=usage.ru_utime + usage.ru_stime,
-            peak_mb=max(0, usage.ru_maxrss - self.base_rss_kb) / 1024,
-        )
-        self.send(header)
+        cpu = usage.ru_utime + usage.ru_stime
+        peak = (usage.ru_maxrss - self.base_rss_kb) / 1024
+        self.send(
+            Reply(
+                call.request.seq, status, call.cause, 0 if clean else 1,
+                out.used, err.used, record.used, wall, cpu, peak if peak > 0 else 0.0,
+            )
+        )  # fmt: skip
 
     def send(self, header: Reply) -> None:
         """Header and streams in one go; then the buffers are emptied."""
         parts: list[memoryview | bytes] = [header.pack()]
-        parts += [stream.view[: stream.used] for stream in self.streams if stream.used]
+        total = frames.REPLY.size
+        for stream in self.streams:
+            if stream.used:
+                parts.append(stream.view[: stream.used])
+                total += stream.used
         try:
             sent = self.control.sendmsg(parts)
-            total = sum(len(part) for part in parts)
             if sent < total:
                 self.control.sendall(b"".join(parts)[sent:])
         except OSError:
             os._exit(0)  # the pool is gone
-        for stream in (*self.streams, self.body):
+        for stream in self.streams:
             stream.drop()
+        self.body.drop()
 
     def _receive(self, view: memoryview) -> bool:
         done = 0
@@ -206,8 +217,9 @@ class Worker:
         pid = jail.fork()
         if pid == 0:
             self._child(call)
-        call.parent_side(pid)
-        self.watch(call, [call.pidfd])
+        call.adopt(pid)
+        call.parent_side()
+        self.watch(call, call.pidfd)
         _, status, usage = os.wait4(pid, 0)
         self.sweep()
         self._drain(call)
@@ -230,63 +242,72 @@ class Worker:
             if request.kind == frames.VERIFY:
                 self.verify(source, RESULT_FD)
             text = source.decode("utf-8", "replace")
-            code = runner.run_program(text, request.output_chars, RESULT_FD)
+            code = runner.run_program(text, self.namespace, request.output_chars, RESULT_FD)
         finally:
             os._exit(code)
 
+    def limit_all(self) -> None:
+        """Limits that every call of this worker inherits; they are hard for the worker as well."""
+        memory = self.base_as + (self.spec.memory_mb << 20)
+        counted_here = self.spec.level == "strict" and not self.spec.group.pids
+        threads = self.spec.processes + (1 if counted_here else _SHARED_COUNT)
+        _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+        if hard != resource.RLIM_INFINITY:
+            threads = min(threads, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        resource.setrlimit(resource.RLIMIT_NPROC, (threads, threads))
+
     def confine(self, request: Request) -> None:
         """Per-call limits and, where there is no PID namespace or cgroup, the per-call filter."""
-        memory = self.base_as + (request.memory_mb << 20)
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         cpu = math.ceil(request.cpu_s) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
         size = request.file_mb << 20
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-        counted_here = self.spec.level == "strict" and not self.spec.group.pids
-        threads = request.processes + (0 if counted_here else _SHARED_COUNT)
-        _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-        if hard != resource.RLIM_INFINITY:
-            threads = min(threads, hard)
-        resource.setrlimit(resource.RLIMIT_NPROC, (threads, threads))
         if self.filter is not None:
             if self.spec.level != "strict":
                 jail.die_with_parent()
             self.filter.install(os.getpid())
 
-    def watch(self, call: Call, ends: list[int]) -> bool:
-        """Wait until one of `ends` is readable or a limit is hit; True if the child ended."""
-        poller = select.poll()
-        poller.register(self.control, 0)
-        for descriptor in ends:
-            poller.register(descriptor, select.POLLIN)
-        ended = self._pause(poller, call, ends, min(_EAGER_MS, call.request.wall_s * 1000))
-        if ended:
+    def watch(self, call: Call, end: int) -> bool:
+        """Wait until `end` is readable or a limit is hit; True if it is."""
+        poller = self.poller
+        poller.register(end, select.POLLIN)
+        try:
+            events = poller.poll(min(_EAGER_MS, call.request.wall_s * 1000))
+            if not events:
+                return self._watch_streams(call, end)
+            if events[0][0] != end:
+                os._exit(0)  # the pool hung up
             return True
-        open_streams = {call.pipes[i][0]: stream for i, stream in enumerate(self.streams)}
-        for descriptor in open_streams:
-            poller.register(descriptor, select.POLLIN)
-        while True:
-            wait = self._next_look(call)
-            if wait is None:
-                return False
-            for descriptor, _ in poller.poll(wait * 1000):
-                if descriptor in ends:
-                    return True
-                if descriptor == self.control.fileno():
-                    os._exit(0)  # the pool hung up
-                cap = frames.output_cap(call.request.output_chars)
-                stream = open_streams[descriptor]
-                if not stream.fill(descriptor, cap):
-                    poller.unregister(descriptor)
-                elif stream.used > cap:
-                    call.kill(frames.OUTPUT)
-                    return False
+        finally:
+            poller.unregister(end)
 
-    def _pause(self, poller: select.poll, call: Call, ends: list[int], wait_ms: float) -> bool:
-        events = [descriptor for descriptor, _ in poller.poll(wait_ms)]
-        if self.control.fileno() in events:
-            os._exit(0)
-        return any(descriptor in ends for descriptor in events)
+    def _watch_streams(self, call: Call, end: int) -> bool:
+        """A call that takes longer: read what it prints, look at its limits."""
+        poller = self.poller
+        cap = frames.output_cap(call.request.output_chars)
+        streams = dict(zip(call.readers, self.streams, strict=True))
+        for descriptor in call.readers:
+            poller.register(descriptor, select.POLLIN)
+        try:
+            while True:
+                wait = self._next_look(call)
+                if wait is None:
+                    return False
+                for descriptor, _ in poller.poll(wait * 1000):
+                    if descriptor == end:
+                        return True
+                    if descriptor not in streams:
+                        os._exit(0)  # the pool hung up
+                    if not streams[descriptor].fill(descriptor, cap):
+                        poller.unregister(descriptor)
+                        del streams[descriptor]
+                    elif streams[descriptor].used > cap:
+                        call.kill(frames.OUTPUT)
+                        return False
+        finally:
+            for descriptor in streams:
+                poller.unregister(descriptor)
 
     def _next_look(self, call: Call) -> float | None:
         """Seconds until limits must be looked at again; None if the call was killed just now."""
@@ -312,22 +333,16 @@ class Worker:
         """Kill and reap whatever the call left running in this PID namespace."""
         if not self.spec.forks:
             return
-        while True:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)
-            try:
+        while syscalls.libc.kill(-1, 9) == 0:  # through libc: no exception in the usual case
+            with contextlib.suppress(ChildProcessError):
                 os.waitpid(-1, 0)
-            except ChildProcessError:
-                return
 
     def _drain(self, call: Call) -> None:
-        """What is still in the pipes of a call that is over."""
+        """What is left in the pipes of a call that is over; one read gets all that one holds."""
         cap = frames.output_cap(call.request.output_chars)
-        for (reader, _), stream in zip(call.pipes, self.streams, strict=True):
-            while stream.used <= cap:
-                before = stream.used
-                if not stream.fill(reader, cap) or stream.used == before:
-                    break
+        for reader, stream in zip(call.readers, self.streams, strict=True):
+            if stream.used <= cap:
+                stream.fill(reader, cap)
 
     # ------------------------------------------------------------------ scratch and baselines
 

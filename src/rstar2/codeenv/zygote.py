@@ -4,6 +4,9 @@ Started by the pool with an empty environment and nothing open but a control soc
 of the service (secrets, torch, threads) is in it. Messages are JSON, one per packet; a request
 to spawn brings the worker's socket along. When the control socket closes, the zygote kills and
 reaps its workers, removes their control groups and scratch directories, and ends.
+
+The imports below come before the warm-up on purpose: what a worker touches in every call lies apart
+from the warm heap then, whose huge pages stay whole.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rstar2.codeenv import heap
+from rstar2.codeenv import cgroups, heads, heap, jail, runner, verify, warmup, worker
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -75,21 +78,17 @@ class Zygote:
 
     def warm_up(self) -> None:
         """Import, run representative programs, freeze and collapse the heap; then say so."""
-        from rstar2.codeenv import heads, jail, runner, verify, warmup, worker
-
         warm = heap.WarmHeap()
         missing = dict.fromkeys(warmup.import_modules(self.flavour), "not installed")
         if self.flavour == "verify":
             missing |= verify.preload(self.functions)
         warmup.run_programs(self.flavour)
-        _ = (heads, worker)  # in memory before the first fork
-        runner.fresh_main()
         sys.argv = ["program.py"]
         sys.path.insert(0, "")
         gc.collect()
+        report = warm.settle()
         gc.freeze()
         gc.disable()
-        report = warm.settle()
         jail.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self.say(ready=True, flavour=self.flavour, missing=missing, heap=asdict(report))
 
@@ -117,8 +116,6 @@ class Zygote:
 
     def reap(self, pidfd: int) -> None:
         """A worker ended: collect it and remove what it had on the host."""
-        from rstar2.codeenv import cgroups
-
         pid, spec = self.workers.pop(pidfd)
         _, status = os.waitpid(pid, 0)
         os.close(pidfd)
@@ -138,8 +135,6 @@ class Zygote:
 
     def spawn(self, message: dict[str, Any], descriptors: list[int]) -> int | None:
         """Fork a worker into its jail; returns a handle that becomes readable when it ends."""
-        from rstar2.codeenv import cgroups, jail
-
         fields = message["spec"]
         spec = jail.JailSpec(**{**fields, "group": cgroups.Group(**fields["group"])})
         try:
@@ -180,8 +175,6 @@ class Zygote:
 
     def _between(self, spec: Any, descriptor: int, writer: int, go: int) -> NoReturn:
         """In the intermediate process: groups, namespaces, second fork; reports the pid."""
-        from rstar2.codeenv import cgroups, jail
-
         try:
             cgroups.join(spec.group, os.getpid())
             if spec.level == "strict":
@@ -197,8 +190,6 @@ class Zygote:
 
     def _become_worker(self, spec: Any, descriptor: int, go: int) -> NoReturn:
         """In the worker: enter the jail and serve. Reports a failure on its own socket."""
-        from rstar2.codeenv import heads, jail, runner, verify, worker
-
         os.read(go, 1)  # from here on this process is a child of the zygote
         control = socket.socket(fileno=os.dup(descriptor))
         try:
@@ -241,8 +232,6 @@ class Zygote:
 
 def _remove_traces(spec: Any) -> None:
     """Control groups and scratch of a worker that is gone."""
-    from rstar2.codeenv import cgroups
-
     for directory in spec.group.directories:
         cgroups.remove(directory)
     if spec.level == "portable":
