@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -279,7 +279,7 @@ def _serve(
         try:
             command = pipe.recv()
         except EOFError:
-            return
+            _leave(store)
         if command is None:
             break
         method, arguments = command
@@ -314,7 +314,12 @@ def _end_with_parent(lifeline: Connection, store: str) -> None:
     """Leave at once when the parent's end of the pipe closes: it never sends anything."""
     with contextlib.suppress(EOFError, OSError):
         lifeline.recv()
-    shutil.rmtree(Path(store).parent, ignore_errors=True)  # the parent can't any more
+    _leave(store)
+
+
+def _leave(store: str) -> NoReturn:
+    """The parent is gone: remove what it cannot remove any more, and go."""
+    shutil.rmtree(Path(store).parent, ignore_errors=True)
     os._exit(1)
 
 
