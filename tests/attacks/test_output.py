@@ -74,3 +74,13 @@ def test_nonblocking_output_does_not_hang_the_worker(cell):
         "except BlockingIOError:\n    pass"
     )
     assert result["outcome"] in ("ok", "exception", "output_limit")
+
+
+def test_pipe_hidden_in_a_socket_does_not_delay_the_answer(cell):
+    result = cell.run(
+        "import socket\na, b = socket.socketpair()\n"
+        "socket.send_fds(a, [b'x'], [1, 2, 3, a.fileno(), b.fileno()])\nprint('sent')",
+        wall_s=10.0,
+    )
+    assert result["stdout"] == "sent\n"
+    assert result["wall_s"] < 5

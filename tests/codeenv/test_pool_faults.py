@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from rstar2.codeenv import cgroups, kernel
+from rstar2.codeenv import cgroups, kernel, selfcheck
 from rstar2.codeenv.links import WorkerLink
 from rstar2.codeenv.pool import Pool
 from rstar2.codeenv.protocol import RunRequest
@@ -217,3 +217,29 @@ async def test_killed_service_leaves_no_process_and_no_trace(level: str) -> None
 async def test_unknown_level_is_refused() -> None:
     with pytest.raises(IsolationError, match="strict or portable"):
         Pool(CodeEnvConfig(), "none")
+
+
+@pytest.mark.parametrize("asked", ["auto", "strict"])
+async def test_jail_that_does_not_hold_is_never_served(
+    asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "strict" not in levels():
+        pytest.skip("strict cannot be had here")
+    real = selfcheck.check
+
+    async def leaky(pool: Pool) -> None:
+        if pool.isolation == "strict":
+            raise IsolationError("the strict jail does not hold here: memory")
+        await real(pool)
+
+    monkeypatch.setattr(selfcheck, "check", leaky)
+    pool = Pool(CodeEnvConfig(slots=1, isolation=asked), "strict")
+    if asked == "strict":
+        with pytest.raises(IsolationError, match="memory"):
+            await pool.start()
+        return
+    await pool.start()
+    result = await pool.run(RunRequest("f", "print(1)"))
+    await pool.close(1.0)
+    assert (result.isolation, pool.stats().isolation) == ("portable", "portable")
+    assert "memory" in pool.fallback

@@ -23,7 +23,9 @@ What the levels do not stop
 - The interpreter, its packages and (strict) /usr/lib, /usr/bin are readable: keep no secrets there.
 - portable: file names and metadata outside the allowed paths can be probed by `stat` (not content);
   scratch can overshoot its limit by what is written between two looks; host name, kernel version
-  and uid are visible; the thread limit is shared with the service's user where no pids cgroup is.
+  and uid are visible; the thread limit is shared with the service's user where no pids cgroup is;
+  started by root with an interpreter that only root can read, calls keep uid 0, without any
+  capability and held by Landlock alone (rather start the service as an ordinary user).
 - Time, CPU model and the machine's load are visible to both.
 """
 

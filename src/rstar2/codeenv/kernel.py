@@ -6,6 +6,7 @@ user or mount namespace that cannot be made says so in the reason.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import stat
@@ -111,9 +112,12 @@ def worker_uid(level: str, wanted: int) -> int | None:
     """
     if os.geteuid() != 0:
         return None
-    if level == "strict" or all(_open_to_all(path) for path in jail.readable_paths()):
-        return wanted
-    return None
+    return wanted if level == "strict" or _interpreter_open_to_all() else None
+
+
+@functools.cache
+def _interpreter_open_to_all() -> bool:
+    return all(_open_to_all(path) for path in jail.readable_paths())
 
 
 def _open_to_all(path: str) -> bool:

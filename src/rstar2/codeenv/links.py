@@ -293,6 +293,9 @@ class ZygoteLink:
             self._control.close()
         if self._process is None:
             return
+        if not self.ready:  # still warming up: it has no workers yet and does not listen
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
         try:
             async with asyncio.timeout(within_s):
                 await self._process.wait()

@@ -6,6 +6,7 @@ ended by itself gets to say how (its record).
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 
@@ -122,6 +123,7 @@ def build(
     )
 
 
+@functools.lru_cache(maxsize=256)
 def effective(asked: Limits, default: Limits, cap: Limits) -> Limits:
     """Every limit set: what was asked or the default, never above the server's cap."""
 

@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import logging
 import os
 import time
 from collections import Counter, OrderedDict
@@ -44,6 +45,7 @@ from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError, DeadlineError, IsolationError, UserError
 from rstar2.types import Limits, Outcome, ToolResult
 
+_log = logging.getLogger(__name__)
 _GRACE_S = 3.0
 """How long after a call's wall limit its worker may take to answer."""
 _REMEMBER = 4096
@@ -51,6 +53,10 @@ _REMEMBER_BYTES = 64 << 20
 
 Answer = tuple[Reply, bytes, bool]
 """What a worker saw, the streams, and whether the kernel killed for memory."""
+
+
+Attempt = Callable[[Request, float | None], Awaitable[Answer]]
+"""One try at a call before a deadline (monotonic)."""
 
 
 class Pool:
@@ -65,12 +71,12 @@ class Pool:
         if isolation not in ("strict", "portable"):
             raise IsolationError(f"isolation {isolation!r}: the pool takes strict or portable")
         self.config = config
-        self.isolation = isolation
         self.functions = dict(verify.FUNCTIONS if functions is None else functions)
         slots = config.slots or (os.cpu_count() or 1) + 1
-        self.stock = Stock(isolation, slots, self.functions)
         self._permits = Permits(slots, config.queue)
-        self._sessions = Sessions(config, self.stock)
+        self.fallback = ""
+        """Why the level is weaker than the one that was chosen; empty if it is not."""
+        self._build(isolation)
         self._numbers = itertools.count(1)
         self._inflight: dict[str, asyncio.Task[Any]] = {}
         self._leaving: set[asyncio.Task[Any]] = set()
@@ -84,16 +90,37 @@ class Pool:
     # ------------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Warm up, build a first jail and check that every limit holds in it."""
+        """Warm up, build a first jail and check that every limit holds in it.
+
+        If strict was chosen by `auto` and does not hold, portable is taken instead, with a warning
+        and the reason in `fallback`; if it was asked for, IsolationError says what does not hold.
+        """
         try:
-            await self.stock.start()
-            await selfcheck.check(self)
+            try:
+                await self._warm_up()
+            except IsolationError as error:
+                if self.isolation != "strict" or self.config.isolation != "auto":
+                    raise
+                self.fallback = str(error)
+                _log.warning("isolation falls from strict to portable: %s", error)
+                await self.stock.close()
+                self._build("portable")
+                await self._warm_up()
         except BaseException:
             await self.close(0)
             raise
         self._completed.clear()
         self._done.clear()
         self.stock.start_others()
+
+    def _build(self, isolation: str) -> None:
+        self.isolation = isolation
+        self.stock = Stock(isolation, self._permits.slots, self.functions)
+        self._sessions = Sessions(self.config, self.stock)
+
+    async def _warm_up(self) -> None:
+        await self.stock.start()
+        await selfcheck.check(self)
 
     async def close(self, grace_s: float) -> None:
         """Finish what runs within the grace, kill the rest, leave no process, mount or file."""
@@ -271,7 +298,7 @@ class Pool:
 
     async def _execute(
         self,
-        attempt: Callable[[Request], Awaitable[Answer]],
+        attempt: Attempt,
         tries: int,
         header: Request,
         arrived: float,
@@ -283,13 +310,8 @@ class Pool:
         began = time.monotonic()
         try:
             for number in itertools.count(1):
-                if deadline is not None:
-                    left = deadline - time.monotonic()
-                    if left <= 0:
-                        raise DeadlineError(f"the deadline of {deadline_s:g} s passed")
-                    header = header._replace(wall_s=min(header.wall_s, left))
                 try:
-                    return began - arrived, number, await attempt(header)
+                    return began - arrived, number, await attempt(header, deadline)
                 except Lost:
                     self._lost += 1
                     if number == tries:
@@ -298,15 +320,20 @@ class Pool:
         finally:
             self._permits.release(time.monotonic() - began)
 
-    def _on_stock(
-        self, flavour: str, limits: Limits, parts: tuple[bytes, ...]
-    ) -> Callable[[Request], Awaitable[Answer]]:
+    def _on_stock(self, flavour: str, limits: Limits, parts: tuple[bytes, ...]) -> Attempt:
         """How a plain call is made: on any worker whose jail fits."""
 
-        async def attempt(header: Request) -> Answer:
-            link = await self.stock.take(flavour, limits)
+        async def attempt(header: Request, deadline: float | None) -> Answer:
+            if deadline is None:
+                link = await self.stock.take(flavour, limits)
+            else:
+                try:
+                    async with asyncio.timeout(deadline - time.monotonic()):
+                        link = await self.stock.take(flavour, limits)
+                except TimeoutError:
+                    raise DeadlineError("the deadline passed before a worker was ready") from None
             try:
-                reply, body = await link.ask(header, parts, _GRACE_S)
+                reply, body = await link.ask(_within(header, deadline), parts, _GRACE_S)
             except Lost:
                 self.stock.drop(link)
                 with contextlib.suppress(TimeoutError):
@@ -329,16 +356,21 @@ class Pool:
 
         return attempt
 
-    def _in_session(
-        self, session: str, parts: tuple[bytes, bytes]
-    ) -> Callable[[Request], Awaitable[Answer]]:
+    def _in_session(self, session: str, parts: tuple[bytes, bytes]) -> Attempt:
         """How a session's call is made: in its own worker, never twice."""
 
-        async def attempt(header: Request) -> Answer:
-            reply, body = await self._sessions.run(session, header, parts)
+        async def attempt(header: Request, deadline: float | None) -> Answer:
+            reply, body = await self._sessions.run(session, _within(header, deadline), parts)
             return reply, body, False
 
         return attempt
+
+
+def _within(header: Request, deadline: float | None) -> Request:
+    """The wall limit of a call, cut to what its caller's deadline leaves of it."""
+    if deadline is None:
+        return header
+    return header._replace(wall_s=max(0.001, min(header.wall_s, deadline - time.monotonic())))
 
 
 def _memory_kill(header: Request) -> Reply:
