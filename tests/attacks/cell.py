@@ -111,7 +111,8 @@ def init(variant: str, base: Path) -> NoReturn:
 def build_root(base: Path, variant: str) -> None:
     """An overlay of the host's root that forgets, with fresh /proc, /dev and /tmp."""
     private, recursive, bind = 1 << 18, 16384, 4096
-    needed = [p for p in (*jail.readable_paths(), str(HERE.parents[1])) if Path(p).exists()]
+    paths = (*jail.readable_paths(), str(HERE.parents[1]))
+    needed = sorted(path for path in paths if Path(path).exists())  # parents first
     mount("none", "/", None, private | recursive)
     mount("cell", base, "tmpfs", 0, "size=1g,mode=755")
     upper, work, root = (base / name for name in ("upper", "work", "root"))
@@ -119,10 +120,7 @@ def build_root(base: Path, variant: str) -> None:
         directory.mkdir()
     mount("cell", root, "overlay", 0, f"lowerdir=/,upperdir={upper},workdir={work}")
     for path in needed:
-        target = root / path[1:]
-        if not target.exists() and not target.is_symlink():  # on another file system
-            target.mkdir(parents=True)
-            mount(path, target, None, bind | recursive)
+        show(path, root)
     for path in needed:
         for parent in [*Path(path).resolve().parents][:-1]:
             inside = root / str(parent)[1:]
@@ -138,12 +136,22 @@ def build_root(base: Path, variant: str) -> None:
     (root / "srv/cell").mkdir(parents=True)
     (root / "srv/cell").chmod(0o1777)
     mount("tmp", root / "tmp", "tmpfs", 0, "size=600m,mode=1777")
+    for path in needed:  # a checkout or an interpreter below /tmp
+        show(path, root)
     if os.geteuid() == 0:
         mount_cgroups(root)
     os.chdir(root)
     syscalls.call("pivot_root", b".", b".")
     syscalls.checked(syscalls.libc.umount2(b".", 2), "umount2")
     os.chdir("/")
+
+
+def show(path: str, root: Path) -> None:
+    """Bind what the overlay does not show: it is on another file system, or mounted over."""
+    target = root / path[1:]
+    if not target.exists() and not target.is_symlink():
+        target.mkdir(parents=True)
+        mount(path, target, None, 4096 | 16384)
 
 
 def mount_cgroups(root: Path) -> None:

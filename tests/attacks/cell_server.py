@@ -22,11 +22,15 @@ from typing import Any
 SECRET = f"canary-{secrets.token_hex(16)}"
 os.environ["RSTAR2_TEST_SECRET"] = SECRET
 
+from rstar2.codeenv import jail  # noqa: E402
 from rstar2.codeenv.pool import Pool  # noqa: E402 - the secret must be in the environment first
 from rstar2.codeenv.protocol import RunRequest  # noqa: E402
 from rstar2.config import CodeEnvConfig  # noqa: E402
 from rstar2.errors import UserError  # noqa: E402
 from rstar2.types import Limits, encode  # noqa: E402
+
+INSTALLED = {Path(path).parts[2] for path in jail.readable_paths() if path.startswith("/tmp/")}
+"""Ways to an interpreter or a checkout below /tmp, shown in the cell's own."""
 
 
 class Canaries:
@@ -164,7 +168,7 @@ class Server:
                     starting = "zygote" in command and status.split()[3] == str(os.getpid())
                     if not session_heads and not starting:
                         found.append(f"process left: {status.split()[:4]} {command[-60:]}")
-        expected = {Path(self.pool.stock.directory).name}
+        expected = {Path(self.pool.stock.directory).name} | INSTALLED
         found += [f"file left: {p}" for p in Path("/tmp").iterdir() if p.name not in expected]
         allowed = {link.name for link in self.pool.stock.links} | {"canary"}
         with contextlib.suppress(OSError):

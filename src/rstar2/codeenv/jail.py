@@ -181,8 +181,11 @@ def _build_root(spec: JailSpec) -> None:
     root = spec.runtime
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     _mount("rstar2", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,nr_inodes=4k,mode=755")
-    for path in readable_paths():
-        _bind(path, root)
+    paths = readable_paths()
+    in_scratch = [path for path in paths if path.startswith(f"{SCRATCH_INSIDE}/")]
+    for path in paths:
+        if path not in in_scratch:
+            _bind(path, root)
     for directory in ("tmp", "dev/shm", "etc"):
         Path(root, directory).mkdir(parents=True, exist_ok=True)
     Path(root, "etc/passwd").write_text(f"user:x:{_UID_INSIDE}:{_UID_INSIDE}::/tmp:/bin/sh\n")
@@ -196,6 +199,8 @@ def _build_root(spec: JailSpec) -> None:
     _mount(
         "scratch", f"{root}/tmp", "tmpfs", flags, f"size={spec.scratch_mb}m,nr_inodes=2k,{owner}"
     )
+    for path in in_scratch:  # an interpreter below /tmp: shown inside scratch, read-only as well
+        _bind(path, root)
     _mount("shm", f"{root}/dev/shm", "tmpfs", flags | _MS_NOEXEC, f"size=8m,nr_inodes=256,{owner}")
     os.chdir(root)
     syscalls.call("pivot_root", b".", b".")

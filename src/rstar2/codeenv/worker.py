@@ -144,6 +144,8 @@ class Worker:
         self.base_as = 0
         self.base_rss_kb = 0
         self.clean_mark = 0
+        self.fixtures: set[str] = set()
+        """What stands in scratch for good: ways to an interpreter that is installed below it."""
 
     # ------------------------------------------------------------------ the loop
 
@@ -354,6 +356,8 @@ class Worker:
         _, _, usage = os.wait4(pid, 0)
         self.base_rss_kb = usage.ru_maxrss
         self.clean_mark = self._scratch_mark()
+        if self.spec.level == "strict":
+            self.fixtures = set(os.listdir(jail.SCRATCH_INSIDE))
 
     def _scratch_mark(self) -> int:
         """A number that changes when something is left in scratch."""
@@ -389,7 +393,7 @@ class Worker:
         places = [jail.SCRATCH_INSIDE, "/dev/shm"] if self.spec.level == "strict" else ["."]
         try:
             for place in places:
-                for name in os.listdir(place):
+                for name in set(os.listdir(place)) - self.fixtures:
                     path = os.path.join(place, name)
                     if os.path.isdir(path) and not os.path.islink(path):
                         shutil.rmtree(path)
