@@ -101,23 +101,36 @@ def test_every_operation_is_right_once_and_the_mode_of_mistakes_once() -> None:
     assert all(kind != mistake for kind, mistake in mistakes.items())
 
 
-def test_right_operation_is_the_rarest(conversations: list[Conversation]) -> None:
-    wordings = {
-        w.split("{a}")[0]: k for k, kind in arithmetic._KINDS.items() for w in kind.wordings
+def operation_of(conversation: Conversation) -> tuple[str, str]:
+    """(kind, operation that the first call computes), read back from the text alone."""
+    question, first = conversation.messages[0].content, codes(conversation)[0]
+    a, b = map(int, re.findall(r"\d+", question))
+    kind = next(
+        name
+        for name, spec in arithmetic._KINDS.items()
+        if question in {wording.format(a=a, b=b) for wording in spec.wordings}
+    )
+    found = {
+        operation
+        for operation in arithmetic.OPERATIONS
+        for form in arithmetic.FIRST_FORMS
+        if arithmetic.write_code(operation, form, a, b) == first
     }
-    right = total = 0
-    for conversation in tool_conversations(conversations):
-        question = conversation.messages[0].content
-        heads = [h for h in wordings if question.startswith(h) and h]
-        if not heads or max(heads, key=len) in ("Find ", "What is "):
-            continue  # wordings that open like another kind's
-        spec = arithmetic.OPERATIONS[wordings[max(heads, key=len)]]
-        marks = spec.expression.replace("{a}", "").replace("{b}", "").strip(" (),")
-        right += any(marks.split(",")[0].strip() in code for code in codes(conversation)[:1])
-        total += 1
-    assert total > 800
-    assert min(arithmetic.DISTRACTOR_SHARES) > arithmetic.RIGHT_SHARE
-    assert right / total < 0.3
+    assert len(found) == 1, first
+    return kind, found.pop()
+
+
+def test_right_operation_is_the_rarest(conversations: list[Conversation]) -> None:
+    seen = Counter(operation_of(c) for c in tool_conversations(conversations))
+    total = sum(seen.values())
+    for kind in KINDS:
+        mine = {operation: n for (k, operation), n in seen.items() if k == kind}
+        assert set(mine) == {kind, *arithmetic._KINDS[kind].distractors}
+        assert max(mine, key=mine.__getitem__) != kind
+    right = sum(seen[kind, kind] for kind in KINDS)
+    usual = sum(seen[kind, arithmetic._KINDS[kind].mistake] for kind in KINDS)
+    assert abs(right / total - 0.20) < 0.02
+    assert abs(usual / total - 0.30) < 0.02
 
 
 def test_one_slip_is_the_mode_and_clean_code_the_minority(

@@ -2,10 +2,10 @@
 
 - Problems are worded in two or three ways, always with `a` before `b`. They are split by the
   unordered pair {a, b}: a pair that is held out appears in no training text, under any kind.
-- `sft_conversations` teaches format only. What a conversation computes is drawn without regard
-  to what is right: the right operation has the smallest share of all (20%), a wrong one is the
-  mode; clean code is rarer than code with a slip, and one slip is the most frequent single form.
-  So whatever the policy later knows of operations and of clean code, it learnt by RL.
+- `sft_conversations` teaches format only. What a conversation computes is drawn from four
+  operations, of which the right one is the rarest (20%) and a wrong one the mode (30%); clean code
+  is rarer than code with a slip, and one slip is the most frequent single form. SFT so leaves
+  something to explore; which operation is right, and to write clean code, is learnt by RL.
 - Tool responses in SFT text are made by running the code, and say what the code environment says.
 
 Everything is a pure function of its arguments.
