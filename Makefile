@@ -21,7 +21,7 @@ quickstart: $(INSTALLED)  ## train the tiny agent by the whole recipe on this ma
 	$(BIN)/rstar2 quickstart
 
 test: $(INSTALLED)  ## run the tests, attacks on the jail included
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest
 
 lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff check .
