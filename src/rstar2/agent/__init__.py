@@ -1,1 +1,1 @@
-"""agent"""
+"""One trajectory: messages to tokens, text to tool calls, and the loop between model and tool."""

@@ -1,1 +1,1 @@
-"""pipeline"""
+"""The recipe as a whole: stages strung together, resumed, watched, compared."""

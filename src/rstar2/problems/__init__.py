@@ -1,1 +1,1 @@
-"""problems"""
+"""Problems and SFT conversations: the embedded task, files, cleaning of public data sets."""

@@ -1,1 +1,1 @@
-"""reward"""
+"""Outcome-only rewards: is the boxed answer equal to the truth?"""

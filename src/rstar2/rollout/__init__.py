@@ -1,1 +1,1 @@
-"""rollout"""
+"""Rollouts: who runs where (pure), the fleet that does it, groups of one step."""
