@@ -161,7 +161,7 @@ def test_wrong_overrides(override: str, expected: str) -> None:
         (["rl.roc.kept=32"], "rl.roc.kept = 32 is more than rl.roc.drawn = 16"),
         (["rl.roc.variant=none"], "must equal"),
         (["rl.roc.min_positives=9"], "is more than rl.roc.kept"),
-        (["rl.minibatches=17"], "groups are never split"),
+        (["rl.minibatches=25"], "groups are never split"),
         (["rl.count=15"], "fewer than one step draws"),
         (["learner.ranks=100"], "cannot be shared by learner.ranks = 100"),
         (["learner.tokens_per_microbatch=100"], "cannot hold one rollout"),

@@ -136,7 +136,7 @@ def build_run(
     path: Path, *, text: str | None = None, stop_after: int = 1000, recipe: Recipe | None = None
 ) -> Path:
     """A run of the tiny recipe, finished unless stopped after so many RL steps."""
-    recipe = recipe or load_recipe("tiny").recipe
+    recipe = recipe or load_recipe("tiny", ["rl.stages.2.steps=15"]).recipe
     rng = random.Random(0)
     with RunDirectory.create_or_resume(path, recipe) as run:
         assert recipe.sft is not None
