@@ -83,6 +83,11 @@ class Outcome(StrEnum):
         return self in (Outcome.OK, Outcome.NO_OUTPUT)
 
     @property
+    def malformed(self) -> bool:
+        """True where the text was no call at all, so that nothing was executed."""
+        return self in (Outcome.BAD_JSON, Outcome.UNKNOWN_TOOL, Outcome.BAD_ARGUMENTS)
+
+    @property
     def failed(self) -> bool:
         """True where the model is to blame: these count in RoC's p_err."""
         return not self.succeeded and self is not Outcome.INFRASTRUCTURE
@@ -496,6 +501,8 @@ class Evaluation:
     truncated: float
     """Share of trajectories that hit the length limit."""
     wall_s: float = 0.0
+    valid_calls: float | None = None
+    """Calls that could be executed, whatever came of them / calls; None if there was no call."""
 
 
 # --------------------------------------------------------------------------- wire

@@ -91,3 +91,9 @@ def test_summary_without_calls_has_no_share() -> None:
     assert made.failing_calls_in_correct is None
     assert made.tool_errors is None
     assert made.kinds == {}
+
+
+def test_valid_calls_are_those_that_could_be_executed() -> None:
+    mixed = rollout(1.0, (Outcome.OK, Outcome.TIMEOUT, Outcome.BAD_JSON, Outcome.INFRASTRUCTURE))
+    made = summarise([group("a", mixed)], stage="sft", step=1, mode="greedy")
+    assert made.valid_calls == pytest.approx(2 / 3)

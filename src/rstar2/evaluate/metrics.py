@@ -12,7 +12,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from rstar2.types import Estimate, Evaluation, Group, Trajectory
+from rstar2.types import Estimate, Evaluation, Group, Outcome, Trajectory
 
 Z95 = 1.959963984540054
 RESAMPLES = 2000
@@ -75,6 +75,13 @@ def failing_calls(trajectories: Iterable[Trajectory]) -> float | None:
     return ratio(sum(t.failed_calls for t in found), sum(t.calls for t in found))
 
 
+def valid_calls(trajectories: Iterable[Trajectory]) -> float | None:
+    """Calls that could be executed / calls; None if there was no call."""
+    outcomes = [result.outcome for t in trajectories for result in t.results]
+    counted = [outcome for outcome in outcomes if outcome is not Outcome.INFRASTRUCTURE]
+    return ratio(sum(not outcome.malformed for outcome in counted), len(counted))
+
+
 def mean(values: Iterable[float]) -> float:
     """Arithmetic mean; 0.0 of nothing."""
     found = tuple(values)
@@ -102,4 +109,5 @@ def summarise(
         mean_turns=mean(len(t.turns) for t in graded),
         truncated=mean(t.truncated for t in graded),
         wall_s=wall_s,
+        valid_calls=valid_calls(graded),
     )

@@ -85,7 +85,8 @@ def evaluation_line(evaluation: Evaluation) -> str:
     return (
         f"{evaluation.stage}: {evaluation.mode} {percent(a.mean)} "
         f"({100 * a.low:.0f}–{100 * a.high:.0f}), failing calls in correct "
-        f"{percent(evaluation.failing_calls_in_correct)}, length {evaluation.mean_length:.0f}"
+        f"{percent(evaluation.failing_calls_in_correct)}, valid calls "
+        f"{percent(evaluation.valid_calls)}, length {evaluation.mean_length:.0f}"
     )
 
 
