@@ -77,5 +77,9 @@ async def check(data: Path, names: list[str]) -> bool:
 
 
 if __name__ == "__main__":
-    directory = Path(sys.argv[1] if len(sys.argv) > 1 else "../shared/data")
+    if len(sys.argv) != 2:
+        sys.exit(
+            "usage: check_golds.py DIRECTORY (with math500.jsonl, aime24.jsonl, gsm8k/test.jsonl)"
+        )
+    directory = Path(sys.argv[1])
     sys.exit(0 if asyncio.run(check(directory, sys.argv[2:] or list(SETS))) else 1)
