@@ -77,9 +77,7 @@ async def check(data: Path, names: list[str]) -> bool:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(
-            "usage: check_golds.py DIRECTORY (with math500.jsonl, aime24.jsonl, gsm8k/test.jsonl)"
-        )
+    if len(sys.argv) < 2:
+        sys.exit(f"usage: check_golds.py DIRECTORY [{' | '.join(SETS)} ...]")
     directory = Path(sys.argv[1])
     sys.exit(0 if asyncio.run(check(directory, sys.argv[2:] or list(SETS))) else 1)
