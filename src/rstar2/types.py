@@ -449,6 +449,17 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenValues:
+    """What the learner made of one sample's trained tokens, in order (the mask's ones)."""
+
+    trajectory_id: str
+    old: tuple[float, ...]
+    """Logprobs under the weights when the batch began; against the rollout's: the mismatch."""
+    current: tuple[float, ...]
+    """Logprobs when its mini-batch was trained; current - old is the log of the clipped ratio."""
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One chat message. For SFT data `train` marks assistant messages that enter the loss."""
 

@@ -24,7 +24,8 @@ class ModelConfig(Section):
     """Which policy to train."""
 
     path: str = "tiny"
-    """`tiny` (made from the seed), a local transformers directory, or a hub id."""
+    """`tiny` (made from the seed), `smollm2` (from PyPI, extra `smollm2`), a local transformers
+    directory, or a hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_length: int = 1024
     """Longest sequence (prompt + completion) the model is run at."""
@@ -181,7 +182,8 @@ class SftConfig(Section):
     """Non-reasoning SFT: format only."""
 
     data: str = "arithmetic"
-    """`arithmetic` (the embedded task) or a JSONL file of conversations in messages form."""
+    """`arithmetic` (the embedded task), `toolformat` (how to call Python, for pre-trained models) or
+    a JSONL file of conversations in messages form."""
     steps: int = Field(640, ge=0)
     """Optimizer steps; 0 with `epochs` > 0 derives them from the data."""
     epochs: float = Field(0.0, ge=0)
@@ -234,6 +236,8 @@ class RlConfig(Section):
     refill: int = Field(2, ge=1)
     """Draw at most this many times prompts_per_step problems to fill a batch."""
     staleness: int = Field(0, ge=0)
+    """Updates that may lie between a group's dispatch and learning from it; 0 is on-policy, k
+    collects up to k steps ahead of the learner."""
     sampling: SamplingConfig = SamplingConfig()
     roc: RocConfig = RocConfig()
     loss: LossConfig = LossConfig()
@@ -260,6 +264,8 @@ class RecordConfig(Section):
     """What the run directory keeps."""
 
     trajectories: Literal["all", "kept", "none"] = "all"
+    tokens: bool = True
+    """Also the learner's logprobs of every token it is trained on."""
     keep_checkpoints: int = Field(2, ge=1)
     checkpoint_every: int = Field(5, ge=1)
     """RL steps between checkpoints (a stage's last step is always saved)."""

@@ -34,7 +34,8 @@ from torch import Tensor
 from rstar2.config import LearnerConfig, LossConfig, OptimizerConfig
 from rstar2.errors import DeadlineError, InfrastructureError, RstarError
 from rstar2.learner.learner import Learner, SftRow
-from rstar2.types import Batch
+from rstar2.malloc import keep_freed_memory
+from rstar2.types import Batch, TokenValues
 
 START_S = 300.0
 CALL_S = 3600.0
@@ -86,6 +87,11 @@ class LearnerGroup:
         """Train on a batch: one optimizer step per mini-batch of whole groups."""
         metrics: dict[str, float] = self._call("rl_step", batch, loss, minibatches)
         return metrics
+
+    def token_values(self) -> list[TokenValues]:
+        """What the last RL step saw of every token it was trained on, sample by sample."""
+        values: list[TokenValues] = self._call("token_values")
+        return values
 
     def sft_step(self, rows: Sequence[SftRow]) -> dict[str, float]:
         """One optimizer step on the mean negative logprob of the masked-in tokens."""
@@ -294,6 +300,7 @@ def _serve(
 def _join(
     rank: int, ranks: int, store: str, args: tuple[Any, ...], options: dict[str, Any]
 ) -> Learner:
+    keep_freed_memory()
     cuda = str(options["device"]).startswith("cuda")
     if cuda:
         torch.cuda.set_device(rank)

@@ -36,13 +36,16 @@ from rstar2.learner import checkpoint, weights
 from rstar2.learner.model import Policy, load_policy, shard
 from rstar2.learner.optim import Optimizers
 from rstar2.learner.pack import Pack, empty_pack, flat, input_length, make_pack, make_row, plan
-from rstar2.types import Batch, Sample
+from rstar2.types import Batch, Sample, TokenValues
 
 SftRow = tuple[Sequence[int], Sequence[int]]
 """(token ids, mask): 1 on tokens that enter the SFT loss."""
 
 MAX_SKIPPED = 5
 """Updates in a row that may be skipped because their gradient is not finite."""
+
+LOGPROB_DIGITS = 6
+"""Decimals of the logprobs that are recorded."""
 
 LossOf = Callable[[Pack, Tensor, Tensor], tuple[Tensor, Stats]]
 
@@ -80,6 +83,8 @@ class Learner:
             mesh = init_device_mesh(device.split(":")[0], (self.ranks,))
             shard(self.policy, mesh, self.dtype)
         self._skipped = 0
+        self._sources: list[_RlSource] = []
+        """Of the last RL step: what it saw of every token it was trained on."""
         self._reference: dict[str, Tensor] | None = None
         self._optimizers = self._make_optimizers(optimizer, total_steps)
 
@@ -97,14 +102,26 @@ class Learner:
 
         stats = Stats.empty(self.device)
         norms: list[float] = []
+        self._sources = []
         rate = self._optimizers.factor * self._optimizers.config.lr
         for index, (part, packs) in enumerate(zip(parts, plans, strict=True)):
             tokens = sum(sum(sample.mask[1:]) for sample in part)
             source = _RlSource(part, packs, old[index], reference[index] if reference else None)
+            self._sources.append(source)
             loss_of = source.loss_of(loss, tokens, self.device)
             norms.append(self._update(packs, loss_of, stats))
         metrics = self._reduced(stats).metrics(loss)
         return metrics | self._step_metrics(norms, rate, plans)
+
+    def token_values(self) -> list[TokenValues]:
+        """What the last RL step saw of every token it was trained on, sample by sample."""
+        found = [values for source in self._sources for values in source.token_values()]
+        self._sources = []
+        if self.ranks > 1:
+            shared: list[Any] = [None] * self.ranks
+            dist.all_gather_object(shared, found)
+            found = [values for each in shared for values in each]
+        return sorted(found, key=lambda values: values.trajectory_id)
 
     def sft_step(self, rows: Sequence[SftRow]) -> dict[str, float]:
         """One optimizer step on the mean negative logprob of the masked-in tokens."""
@@ -316,6 +333,7 @@ class _RlSource:
         self.samples = samples
         self.old = None if old is None else _by_pack(packs, old)
         self.reference = None if reference is None else _by_pack(packs, reference)
+        self._seen: list[tuple[Pack, Tensor, Tensor]] = []
 
     def loss_of(self, config: LossConfig, tokens: int, device: str) -> LossOf:
         rollout = [sample.logprobs for sample in self.samples]
@@ -336,9 +354,25 @@ class _RlSource:
                 sequence_T=pack.sequence_T,
                 reference_T=None if self.reference is None else self.reference[id(pack)],
             )
+            self._seen.append((pack, batch.old_T, current_T.detach()))
             return grpo_loss(current_T, entropy_T, batch, config, tokens)
 
         return loss_of
+
+    def token_values(self) -> Iterator[TokenValues]:
+        """Old and current logprobs of each sample, cut to what a reader can use."""
+        for pack, old_T, current_T in self._seen:
+            sizes = [len(row.predict) for row in pack.rows]
+            for row, old, current in zip(
+                pack.rows, old_T.split(sizes), current_T.split(sizes), strict=True
+            ):
+                if len(row.predict):
+                    name = self.samples[row.index].trajectory_id
+                    yield TokenValues(name, _rounded(old), _rounded(current))
+
+
+def _rounded(values: Tensor) -> tuple[float, ...]:
+    return tuple(round(value, LOGPROB_DIGITS) for value in values.tolist())
 
 
 def _by_pack(packs: Sequence[Pack], values: Sequence[Tensor]) -> dict[int, Tensor]:

@@ -8,12 +8,13 @@ the collecting time that fell on each, so that the split adds up to what the clo
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rstar2.evaluate.metrics import failing_calls, mean
 from rstar2.rollout.collector import Collected
-from rstar2.types import Outcome, StopReason, Trajectory
+from rstar2.rollout.fleet import EngineUse
+from rstar2.types import Outcome, StopReason, Trajectory, WeightVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,14 @@ class Clock:
     collect_s: float
     learn_s: float
     publish_s: float
+    overlapped: bool = False
+    """Whether engines went on while the step was learnt and published."""
+
+    @property
+    def generating_s(self) -> float:
+        """How long engines worked for steps like this one."""
+        whole = self.collect_s + self.learn_s + self.publish_s
+        return whole if self.overlapped else self.collect_s
 
 
 def step_metrics(
@@ -47,7 +56,10 @@ def step_metrics(
     }
     metrics |= learner
     metrics |= time_split(rollouts, clock)
-    metrics["tokens_per_s"] = sum(t.sampled_tokens for t in rollouts) / max(1e-9, clock.collect_s)
+    metrics |= tool_times(rollouts, clock)
+    metrics["tokens_per_s"] = sum(t.sampled_tokens for t in rollouts) / max(
+        1e-9, clock.generating_s
+    )
     return metrics
 
 
@@ -94,6 +106,48 @@ def time_split(rollouts: Sequence[Trajectory], clock: Clock) -> dict[str, float]
     }
 
 
+def staleness_metrics(collected: Collected, version: WeightVersion) -> dict[str, float]:
+    """How many updates lay between the dispatch of the groups used and what learnt from them."""
+    ages = [version - d.version for d in collected.drawn if d.used]
+    if not ages:
+        return {"groups/stale": float(collected.stale)}
+    return {
+        "groups/stale": float(collected.stale),
+        "staleness/mean": mean(ages),
+        "staleness/max": float(max(ages)),
+    }
+
+
+def tool_times(rollouts: Sequence[Trajectory], clock: Clock) -> dict[str, float]:
+    """How the code environment kept up: calls it executed a second, and how long turns waited."""
+    executed = [r for t in rollouts for r in t.results if not r.outcome.malformed]
+    waits = sorted(turn.tools_s for t in rollouts for turn in t.turns if turn.results)
+    if not executed or not waits:
+        return {}
+    return {
+        "codeenv/calls": float(len(executed)),
+        "codeenv/calls_per_s": len(executed) / max(1e-9, clock.generating_s),
+        "codeenv/latency_s": mean(waits),
+        "codeenv/latency_p50_s": waits[len(waits) // 2],
+        "codeenv/latency_p95_s": waits[min(len(waits) - 1, 95 * len(waits) // 100)],
+        "codeenv/run_s": mean(r.wall_s for r in executed),
+        "codeenv/queue_s": mean(r.queue_s for r in executed),
+    }
+
+
+def engine_metrics(uses: Iterable[EngineUse]) -> dict[str, float]:
+    """What each engine did by itself; the means over all of them are rollout.fleet's total_use."""
+    metrics: dict[str, float] = {}
+    for use in uses:
+        metrics |= {
+            f"engine/{use.name}/idle_share": use.idle_share,
+            f"engine/{use.name}/kv_share": use.kv_share,
+            f"engine/{use.name}/kv_peak": use.kv_peak,
+            f"engine/{use.name}/tokens": float(use.tokens),
+        }
+    return metrics
+
+
 def _accuracy_by_kind(collected: Collected) -> dict[str, float]:
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     for drawn in collected.drawn:
@@ -103,5 +157,5 @@ def _accuracy_by_kind(collected: Collected) -> dict[str, float]:
 
 def timeless(metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics that equal seeds make equal: without times and what the engines did meanwhile."""
-    clocked = ("time", "engine/", "tokens_per_s")
+    clocked = ("time", "engine/", "codeenv/", "tokens_per_s")
     return {name: value for name, value in metrics.items() if not name.startswith(clocked)}

@@ -21,7 +21,7 @@ from rstar2.config import OptimizerConfig, Recipe, SamplingConfig, SftConfig, St
 from rstar2.evaluate.run import GREEDY, answer_all, evaluate
 from rstar2.grpo.batch import make_batch
 from rstar2.pipeline.collapse import watch
-from rstar2.pipeline.figures import Clock, step_metrics
+from rstar2.pipeline.figures import Clock, engine_metrics, staleness_metrics, step_metrics
 from rstar2.pipeline.parts import Parts
 from rstar2.pipeline.state import State
 from rstar2.pipeline.view import StageKind, View
@@ -29,6 +29,7 @@ from rstar2.problems.conversations import batches, held_out, sft_steps
 from rstar2.problems.difficulty import difficulty
 from rstar2.record import RunDirectory, evaluation_stage, filter_stage
 from rstar2.record.files import write_aside
+from rstar2.rollout.ahead import Ahead, Places
 from rstar2.rollout.collector import Collected, Collector
 from rstar2.rollout.fleet import total_use
 from rstar2.rollout.groups import Limits, together
@@ -141,7 +142,10 @@ async def hard_problems(desk: Desk, stage: StageConfig, state: State) -> State:
 
 
 async def rl(desk: Desk, stage: StageConfig, state: State) -> State:
-    """One RL stage: collect, resample, learn, publish, until its steps are done."""
+    """One RL stage: collect, resample, learn, publish, until its steps are done.
+
+    With staleness k, up to k further steps are collected while one is learnt.
+    """
     recipe, rl_config = desk.recipe, desk.recipe.rl
     if state.phase != stage.name:
         await start_optimizer(desk, stage)
@@ -155,44 +159,42 @@ async def rl(desk: Desk, stage: StageConfig, state: State) -> State:
         stage,
         seed=recipe.seed,
         on_group=lambda done, total: desk.view.progress(done, total, "groups"),
+        version=lambda: desk.parts.fleet.scheduler.version,
+        place=Places(rl_config.prompts_per_step).one,
     )
     desk.parts.fleet.take_use()
-    while state.step < stage.steps and not state.collapsed:
-        state = await rl_step(desk, stage, state, collector)
-        if state.step < stage.steps and state.step % recipe.record.checkpoint_every == 0:
-            await desk.parts.learn(desk.save, state)
-        if rl_config.collapse and state.window.best_step == state.rl_steps:
-            await desk.parts.learn(desk.keep_best, state)
+    ahead = Ahead(collector, staleness=rl_config.staleness, last=stage.steps)
+    try:
+        while state.step < stage.steps and not state.collapsed:
+            state = await rl_step(desk, stage, state, ahead)
+            if state.step < stage.steps and state.step % recipe.record.checkpoint_every == 0:
+                await desk.parts.learn(desk.save, state)
+            if rl_config.collapse and state.window.best_step == state.rl_steps:
+                await desk.parts.learn(desk.keep_best, state)
+    finally:
+        await ahead.close()
     return state.finish(stage.name)
 
 
-async def rl_step(desk: Desk, stage: StageConfig, state: State, collector: Collector) -> State:
+async def rl_step(desk: Desk, stage: StageConfig, state: State, ahead: Ahead) -> State:
     """One step; complete, recorded and served when it returns."""
     rl_config, step = desk.recipe.rl, state.step + 1
     started = monotonic()
-    collected = await collector.collect(step, state.position)
+    collected = await ahead.take(step, state.position, state.version)
     learned = monotonic()
-    use = total_use(desk.parts.fleet.take_use())
-    batch = make_batch(step, collected.pairs, rl_config.loss)
-    metrics: dict[str, float] = {}
-    version = state.version
-    if batch.samples:
-        work = asyncio.ensure_future(
-            desk.parts.learn(
-                desk.parts.learner.rl_step, batch, rl_config.loss, rl_config.minibatches
-            )
-        )
-        await asyncio.sleep(0)  # let the learner begin before the record is written
-        record_groups(desk, stage.name, step, collected)
-        metrics = await work
-        version += 1
-    else:
-        record_groups(desk, stage.name, step, collected)
-        desk.view.note(f"{stage.name} step {step}: every group had equal rewards, nothing to learn")
-    published = monotonic()
-    _, publishing = await desk.parts.serve(version)
-    clock = Clock(learned - started, published - learned, monotonic() - published)
+    uses = desk.parts.fleet.take_use()
+    use = total_use(uses) | engine_metrics(uses)
+    async with desk.parts.changing():
+        metrics = await learn_from(desk, stage.name, step, collected)
+        version = state.version + bool(metrics)
+        published = monotonic()
+        _, publishing = await desk.parts.serve(version)
+    ended = monotonic()
+    clock = Clock(
+        learned - started, published - learned, ended - published, rl_config.staleness > 0
+    )
     metrics = step_metrics(collected, metrics, clock) | use | publishing
+    metrics |= staleness_metrics(collected, state.version)
     state = replace(
         state,
         step=step,
@@ -204,6 +206,28 @@ async def rl_step(desk: Desk, stage: StageConfig, state: State, collector: Colle
     desk.run.metrics(stage.name, step, metrics)
     desk.view.step(step, metrics)
     return state
+
+
+async def learn_from(
+    desk: Desk, stage: str, step: int, collected: Collected
+) -> dict[str, float]:
+    """Train on what was collected, and record it meanwhile; empty if it teaches nothing."""
+    rl_config, learner = desk.recipe.rl, desk.parts.learner
+    batch = make_batch(step, collected.pairs, rl_config.loss)
+    if not batch.samples:
+        record_groups(desk, stage, step, collected)
+        desk.view.note(f"{stage} step {step}: every group had equal rewards, nothing to learn")
+        return {}
+    work = asyncio.ensure_future(
+        desk.parts.learn(learner.rl_step, batch, rl_config.loss, rl_config.minibatches)
+    )
+    await asyncio.sleep(0)  # let the learner begin before the record is written
+    record_groups(desk, stage, step, collected)
+    metrics = await work
+    if desk.recipe.record.tokens:
+        values = await desk.parts.learn(learner.token_values)
+        desk.run.tokens(stage, step, values)
+    return metrics
 
 
 def record_groups(desk: Desk, stage: str, step: int, collected: Collected) -> None:

@@ -7,6 +7,9 @@
       evaluations.jsonl      one types.Evaluation per (stage, mode)
       trajectories/          <stage>.jsonl, one line per group: the Group, exact to the token,
                              and its Selection (why each rollout was kept or not)
+      index/                 <stage>.jsonl, one small line per group: where it is, what it came to
+      tokens/                <stage>.jsonl, one line per step: logprobs of the learner for each
+                             token it was trained on, before and during the update
       events.jsonl           started, resumed, checkpoint, stopped, finished, ...
       log.txt                warnings of the processes that worked on it
       .lock                  held by the process that writes here
@@ -20,6 +23,8 @@ Metrics that the live view and the report know by name (others are recorded and 
   rl     reward, accuracy/<kind>, failing_calls_in_correct, tool_errors, response_length,
          truncated, no_answer, entropy, loss, lr, groups/used, groups/dropped, groups/refilled,
          rollouts/drawn, rollouts/lost, time/step, time/generate, time/tools, time/learn
+         engine/<name>/{idle_share, kv_share, kv_peak, tokens}, codeenv/{calls_per_s, latency_s,
+         latency_p50_s, latency_p95_s, run_s, queue_s}
          (shares are 0..1, lengths in tokens, times in seconds)
 
 Invariants

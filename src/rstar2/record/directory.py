@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -17,6 +17,7 @@ from rstar2 import environment
 from rstar2.config import Recipe
 from rstar2.errors import InfrastructureError, InvariantError, RecipeError, UserError
 from rstar2.record.files import Head, JsonLines, RunLock, write_aside
+from rstar2.record.index import entry_of
 from rstar2.record.read import (
     GroupLine,
     is_finished,
@@ -26,7 +27,7 @@ from rstar2.record.read import (
     read_recipe,
 )
 from rstar2.track import Trackers
-from rstar2.types import Evaluation, Group, Selection, encode
+from rstar2.types import Evaluation, Group, Selection, TokenValues, encode
 
 SCHEMA = 1
 MODES = ("greedy", "sampled")
@@ -70,9 +71,9 @@ class RunDirectory:
         self._metrics = JsonLines(path / "metrics.jsonl")
         self._evaluations = JsonLines(path / "evaluations.jsonl")
         self._events = JsonLines(path / "events.jsonl")
-        self._groups = {
-            file.stem: JsonLines(file) for file in sorted((path / "trajectories").glob("*.jsonl"))
-        }
+        self._groups = _per_stage(path / "trajectories")
+        self._index = _per_stage(path / "index")
+        self._tokens = _per_stage(path / "tokens")
         self._last: dict[str, int] = {}
         self._load_last_steps()
         self._trackers = Trackers(recipe, path, self.event)
@@ -150,9 +151,17 @@ class RunDirectory:
             group = replace(
                 group, trajectories=tuple(group.trajectories[i] for i in selection.kept)
             )
-        if stage not in self._groups:
-            self._groups[stage] = JsonLines(self.path / "trajectories" / f"{stage}.jsonl")
-        self._groups[stage].append(GroupLine(stage, step, time.time(), group, selection))
+        line = GroupLine(stage, step, time.time(), group, selection)
+        at, size = self._file_of(self._groups, "trajectories", stage).append(line)
+        index = self._file_of(self._index, "index", stage)
+        index.append(entry_of(stage, step, at, size, group, selection))
+
+    def tokens(self, stage: str, step: int, values: Sequence[TokenValues]) -> None:
+        """Record what the learner made of each token of a step's batch (`record.tokens`)."""
+        self._check_stage(stage)
+        if values and self.recipe.record.tokens and self.recipe.record.trajectories != "none":
+            line = {"stage": stage, "step": step, "values": values}
+            self._file_of(self._tokens, "tokens", stage).append(line)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Record a complete evaluation, after its trajectories."""
@@ -213,6 +222,10 @@ class RunDirectory:
         for name, file in self._groups.items():
             if name not in complete:
                 dropped += file.drop(lambda head: later(head.stage, head.step))
+        for beside in (self._index, self._tokens):
+            for name, file in beside.items():
+                if name not in complete:
+                    file.drop(lambda head: later(head.stage, head.step))
         self._load_last_steps()
         if dropped:
             self.event("rewound", stage=stage, step=step, lines=dropped)
@@ -233,7 +246,15 @@ class RunDirectory:
     # ----------------------------------------------------------------- parts
 
     def _files(self) -> list[JsonLines]:
-        return [*self._groups.values(), self._metrics, self._evaluations, self._events]
+        beside = (*self._index.values(), *self._tokens.values())
+        return [
+            *self._groups.values(), *beside, self._metrics, self._evaluations, self._events
+        ]  # fmt: skip
+
+    def _file_of(self, files: dict[str, JsonLines], folder: str, stage: str) -> JsonLines:
+        if stage not in files:
+            files[stage] = JsonLines(self.path / folder / f"{stage}.jsonl")
+        return files[stage]
 
     def _load_last_steps(self) -> None:
         self._last = {}
@@ -244,6 +265,10 @@ class RunDirectory:
         if stage not in self._order:
             known = ", ".join(self._order)
             raise InvariantError(f"no stage {stage!r} in this recipe; its stages are: {known}")
+
+
+def _per_stage(folder: Path) -> dict[str, JsonLines]:
+    return {file.stem: JsonLines(file) for file in sorted(folder.glob("*.jsonl"))}
 
 
 def dump_recipe(recipe: Recipe) -> str:

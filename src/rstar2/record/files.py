@@ -33,9 +33,14 @@ class JsonLines:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: IO[bytes] = path.open("ab", buffering=1 << 20)
         cut_torn_line(path)
+        self._size = path.stat().st_size
 
-    def append(self, value: Any) -> None:
-        self._file.write(encode(value) + b"\n")
+    def append(self, value: Any) -> tuple[int, int]:
+        """Add a line; returns where it begins and how long it is."""
+        line = encode(value) + b"\n"
+        self._file.write(line)
+        at, self._size = self._size, self._size + len(line)
+        return at, len(line)
 
     def flush(self) -> None:
         self._file.flush()
@@ -65,6 +70,7 @@ class JsonLines:
         else:
             aside.unlink()
         self._file = self.path.open("ab", buffering=1 << 20)
+        self._size = self.path.stat().st_size
         return dropped
 
 
