@@ -236,7 +236,7 @@ def _supervise(
 
 def _real_pipeline(recipe: Recipe) -> Pipeline:
     """The controller; imports torch, so only once everything has been checked."""
-    if recipe.model.path == "tiny" or Path(recipe.model.path).is_dir():
+    if recipe.model.path in ("tiny", "smollm2") or Path(recipe.model.path).is_dir():
         # Bars for loading files that are here already would only tear the view.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from rstar2.pipeline.controller import run

@@ -20,6 +20,7 @@ from rstar2.config.schema import Recipe
 from rstar2.errors import RecipeError, UserError
 
 EMBEDDED_TASK = "arithmetic"
+MADE_SFT = "toolformat"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _COUNT_BYTES = 64 << 20
 """Data files up to this size are counted line by line before a run starts."""
@@ -38,6 +39,9 @@ class ModelShape:
 
 
 TINY = ModelShape(parameters=600_000, layers=3, kv_width=128, hidden=128, vocabulary=768)
+SMOLLM2 = ModelShape(
+    parameters=134_515_008, layers=30, kv_width=384, hidden=576, vocabulary=49_152
+)
 
 
 def preflight(recipe: Recipe, run: Path) -> None:
@@ -57,10 +61,6 @@ def check_supported(recipe: Recipe) -> None:
     if recipe.engine.kind != "embedded":
         raise RecipeError(
             f"engine.kind = {recipe.engine.kind}: training uses embedded engines so far"
-        )
-    if recipe.rl.staleness:
-        raise RecipeError(
-            f"rl.staleness = {recipe.rl.staleness}: rollouts are drawn on-policy so far; use 0"
         )
 
 
@@ -112,7 +112,7 @@ def _data(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 def check_data(path: str, name: str, recipe: Recipe) -> None:
     """A data file is there, and holds enough problems for one step."""
-    if name == EMBEDDED_TASK:
+    if name == EMBEDDED_TASK or (path == "sft.data" and name == MADE_SFT):
         return
     file = Path(name)
     if not file.exists():
@@ -139,6 +139,8 @@ def check_model(recipe: Recipe) -> ModelShape | None:
     name = recipe.model.path
     if name == "tiny":
         return TINY
+    if name == "smollm2":
+        return SMOLLM2
     directory = Path(name).expanduser()
     if not directory.is_dir():
         cached = _cached_snapshot(name) if _HUB_ID.fullmatch(name) else None
@@ -165,7 +167,7 @@ def check_hub(name: str) -> None:
     """A model that is not on this machine exists on the hub, as far as can be told quickly."""
     unknown = f"model.path = {name}: no such directory"
     if not _HUB_ID.fullmatch(name):
-        raise RecipeError(f"{unknown} (give a model directory, a hub id, or tiny)")
+        raise RecipeError(f"{unknown} (give a model directory, a hub id, tiny or smollm2)")
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
         raise RecipeError(f"{unknown}, not in the hub's cache, and HF_HUB_OFFLINE is set")
     import httpx  # here: a tenth of a second that only hub models need

@@ -1,4 +1,5 @@
-"""SFT conversations by name: `arithmetic` (the embedded task) or a JSONL file in messages form.
+"""SFT conversations by name: `arithmetic` (the embedded task), `toolformat` (how to call Python, for
+pre-trained models) or a JSONL file in messages form.
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}],
      "tools": [...], "id": "...", "source": "..."}
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from rstar2.seeds import derive_seed
 from rstar2.types import Conversation, Message
 
 ROLES = ("system", "user", "assistant", "tool")
+TOOLFORMAT = "toolformat"
+MADE = (ARITHMETIC, TOOLFORMAT)
+"""Names of conversations that are made from a seed instead of read."""
 
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True):
@@ -37,17 +41,15 @@ def sft_steps(config: SftConfig) -> int:
     """Optimizer steps of the SFT stage: as given, or from the number of epochs."""
     if config.steps or not config.epochs:
         return config.steps
-    if config.data == ARITHMETIC:
-        raise DataError("sft.epochs: the embedded task has no end; give sft.steps")
+    if config.data in MADE:
+        raise DataError(f"sft.epochs: {config.data} is made and has no end; give sft.steps")
     return max(1, round(config.epochs * len(read_conversations(Path(config.data))) / config.batch))
 
 
 def batches(config: SftConfig, seed: int, first: int = 0) -> Iterator[Sequence[Conversation]]:
     """Batches from number `first` on; the embedded stream ends, a file is read over and over."""
-    if config.data == ARITHMETIC:
-        from rstar2.problems.arithmetic import sft_conversations
-
-        stream = sft_conversations(sft_steps(config) * config.batch, derive_seed("sft", seed))
+    if config.data in MADE:
+        stream = maker(config.data)(sft_steps(config) * config.batch, derive_seed("sft", seed))
         stream = itertools.islice(stream, first * config.batch, None)
         while batch := list(itertools.islice(stream, config.batch)):
             yield batch
@@ -71,12 +73,21 @@ def batches(config: SftConfig, seed: int, first: int = 0) -> Iterator[Sequence[C
 
 def held_out(config: SftConfig, count: int) -> list[Conversation]:
     """Conversations for the held-out loss that training does not see; empty for files."""
-    if config.data != ARITHMETIC:
+    if config.data not in MADE:
         return []
-    from rstar2.problems.arithmetic import sft_conversations
+    stream = maker(config.data)(4 * count, derive_seed("sft", "heldout"))
+    return [c for c in stream if not c.source.endswith("copy")][:count]
 
-    stream = sft_conversations(4 * count, derive_seed("sft", "heldout"))
-    return [c for c in stream if c.source.endswith("tool")][:count]
+
+def maker(name: str) -> Callable[[int, int], Iterator[Conversation]]:
+    """What makes `count` conversations from a seed."""
+    if name == ARITHMETIC:
+        from rstar2.problems.arithmetic import sft_conversations
+
+        return sft_conversations
+    from rstar2.problems.toolformat import conversations
+
+    return conversations
 
 
 def read_conversations(path: Path) -> list[Conversation]:
@@ -86,7 +97,7 @@ def read_conversations(path: Path) -> list[Conversation]:
     except OSError as error:
         raise DataError(
             f"sft.data {str(path)!r} cannot be read: {error.strerror} "
-            f"(give {ARITHMETIC!r} or the path of a JSONL file)"
+            f"(give {' or '.join(MADE)}, or the path of a JSONL file)"
         ) from error
     found = []
     for number, line in enumerate(data.splitlines(), start=1):

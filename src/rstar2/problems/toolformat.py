@@ -1,0 +1,150 @@
+"""Format-only SFT for a model that already knows language and code: how to call Python, read what
+came back and answer, and nothing about mathematics.
+
+Every request says itself what to run (an expression to evaluate, a word to reverse, a list to
+sort); no request asks which operation a situation calls for. Some calls fail first and are mended,
+so that a failure is seen not to be the end. Tool responses are made by running the code.
+
+`conversations` is a pure function of its arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+
+from rstar2.agent.outputs import tool_text
+from rstar2.problems.arithmetic import (
+    ANSWER_HEAD,
+    ANSWER_TAIL,
+    CALL_HEAD,
+    CALL_TAIL,
+    run_trusted,
+)
+from rstar2.types import Conversation, Message
+
+NAME = "toolformat"
+
+SLIP_SHARE = 0.15
+"""Conversations whose first call fails."""
+
+CALL_REASONS = ("I will run Python.", "Use the tool.", "Run code.", "Python can do this.")
+RETRY_REASONS = ("That failed. Try again.", "Fix the code.")
+ANSWER_REASONS = ("Done.", "The output is the answer.", "The tool has it.")
+
+WORDS = (
+    *("lamp", "river", "window", "garden", "pencil", "mountain", "basket", "orange", "silver"),
+    *("letter", "planet", "button", "winter", "bridge", "candle", "pocket", "ladder", "forest"),
+    *("guitar", "marble", "castle", "island", "rabbit", "pepper", "rocket", "saddle", "tunnel"),
+)
+
+Request = tuple[str, str]
+"""What the user asks, and the expression that answers it."""
+
+
+def _expression(rng: random.Random) -> Request:
+    """An expression spelt out by the user: copied, not found."""
+    numbers = [rng.randint(1, 999) for _ in range(rng.choice((2, 2, 3)))]
+    text = str(numbers[0])
+    for number in numbers[1:]:
+        text += f" {rng.choice('+-*')} {number}"
+    wording = rng.choice(
+        ("Evaluate {}.", "What does Python print for {}?", "Run {} and tell me the result.")
+    )
+    return wording.format(text), text
+
+
+def _word(rng: random.Random) -> Request:
+    word = rng.choice(WORDS)
+    return rng.choice(
+        (
+            (f"Write '{word}' backwards.", f"'{word}'[::-1]"),
+            (f"Write '{word}' in capitals.", f"'{word}'.upper()"),
+            (f"How many letters has the word '{word}'?", f"len('{word}')"),
+            (f"How often is '{word[1]}' in '{word}'?", f"'{word}'.count('{word[1]}')"),
+            (f"What is the first letter of '{word}'?", f"'{word}'[0]"),
+            (f"Replace '{word[0]}' by 'z' in '{word}'.", f"'{word}'.replace('{word[0]}', 'z')"),
+        )
+    )
+
+
+def _list(rng: random.Random) -> Request:
+    numbers = [rng.randint(1, 99) for _ in range(rng.randint(3, 5))]
+    shown = ", ".join(map(str, numbers))
+    return rng.choice(
+        (
+            (f"Sort these numbers: {shown}.", f"sorted({numbers})"),
+            (f"Which is the largest: {shown}?", f"max({numbers})"),
+            (f"Which is the smallest: {shown}?", f"min({numbers})"),
+            (f"How many numbers are these: {shown}?", f"len({numbers})"),
+            (f"Reverse this list: {shown}.", f"{numbers}[::-1]"),
+        )
+    )
+
+
+def _sentence(rng: random.Random) -> Request:
+    text = " ".join(rng.sample(WORDS, rng.randint(3, 6)))
+    return rng.choice(
+        (
+            (f"How many words are in this: {text}?", f"len('{text}'.split())"),
+            (f"Put these words in order: {text}.", f"sorted('{text}'.split())"),
+            (f"What is the last word of this: {text}?", f"'{text}'.split()[-1]"),
+        )
+    )
+
+
+REQUESTS: dict[Callable[[random.Random], Request], float] = {
+    _expression: 0.4,
+    _word: 0.25,
+    _list: 0.2,
+    _sentence: 0.15,
+}
+
+
+def _code(expression: str, rng: random.Random) -> str:
+    """A clean program."""
+    return rng.choice(
+        (
+            f"print({expression})",
+            f"print({expression})",
+            f"x = {expression}\nprint(x)",
+            f"result = {expression}\nprint(result)",
+        )
+    )
+
+
+def _slip(expression: str, rng: random.Random) -> str:
+    """A program that raises, or that Python refuses."""
+    return rng.choice(
+        (f"print({expression}", f"x = {expression}\nprint(y)", f"print {expression}")
+    )
+
+
+def conversations(count: int, seed: int) -> Iterator[Conversation]:
+    """Requests, calls, responses and answers."""
+    rng = random.Random(f"{NAME} {seed}")
+    makers, weights = list(REQUESTS), list(REQUESTS.values())
+    for index in range(count):
+        yield _conversation(index, rng.choices(makers, weights)[0](rng), rng)
+
+
+def _conversation(index: int, request: Request, rng: random.Random) -> Conversation:
+    question, expression = request
+    messages = [Message("user", question)]
+    programs = [_code(expression, rng)]
+    if rng.random() < SLIP_SHARE:
+        programs.insert(0, _slip(expression, rng))
+    output = ""
+    for number, code in enumerate(programs):
+        result = run_trusted(code)
+        output = result.stdout.strip()
+        reason = rng.choice(RETRY_REASONS if number else CALL_REASONS)
+        call = f"{CALL_HEAD}{json.dumps(code)[1:-1]}{CALL_TAIL}"
+        messages += (
+            Message("assistant", f"<reason>{reason}</reason>\n{call}"),
+            Message("tool", tool_text(result)),
+        )
+    answer = f"{ANSWER_HEAD}{output}{ANSWER_TAIL}"
+    messages.append(Message("assistant", f"<reason>{rng.choice(ANSWER_REASONS)}</reason>\n{answer}"))
+    return Conversation(f"{NAME}-{index}", tuple(messages), source=NAME)
