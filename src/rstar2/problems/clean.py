@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rstar2.errors import DataError
-from rstar2.problems.overlap import Contamination, Duplicates
+from rstar2.problems.overlap import Contamination, Duplicates, Names
 from rstar2.reward.grade import check_gold
 from rstar2.types import Problem
 
@@ -112,10 +112,12 @@ class Unique:
 
     name: str = "no duplicates"
     _seen: Duplicates = field(default_factory=Duplicates)
+    _ids: Names = field(default_factory=Names)
 
     def drop(self, problem: Problem) -> str | None:
+        self._ids.append(problem.id)
         found = self._seen.check(problem.prompt)
-        return None if found is None else f"{found[0]} duplicate of kept or seen row {found[1] + 1}"
+        return None if found is None else f"{found[0]} duplicate of {self._ids[found[1]]}"
 
 
 @dataclass(slots=True)

@@ -149,6 +149,24 @@ class HashTable:
                 self._keys[place], self._rows[place] = key, row
 
 
+class Names:
+    """Short texts by number, in flat arrays: some ten bytes each beyond the text itself."""
+
+    def __init__(self) -> None:
+        self._text = bytearray()
+        self._ends = array("Q", [0])
+
+    def append(self, name: str) -> None:
+        self._text += name.encode()
+        self._ends.append(len(self._text))
+
+    def __getitem__(self, number: int) -> str:
+        return self._text[self._ends[number] : self._ends[number + 1]].decode()
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+
 class Duplicates:
     """Tells of each text whether an earlier one says the same."""
 

@@ -1,14 +1,26 @@
-"""Rows of a data set, streamed: JSON lines (plain or .gz), Parquet, or a Hugging Face data set.
+"""Rows of a data set, streamed: JSON lines, a JSON array, Parquet, or a Hugging Face data set.
 
-Nothing is held but the current row (Parquet: the current row group). Every row knows where it
-stands, so that whatever is wrong with it can be named. A line that is not a JSON object is a
-`BadRow`, not an exception: the caller decides whether to stop or to count it.
+| given as                                         | read                                     |
+|--------------------------------------------------|------------------------------------------|
+| FILE.jsonl, FILE.json, also with .gz             | line by line, or the elements of an array|
+| FILE.parquet                                     | in batches of rows, with the data extra  |
+| hub:NAME[#CONFIG][@REVISION][:SPLIT]             | streamed by `datasets`; NAME may be a    |
+|                                                  | local directory; SPLIT defaults to train |
+
+Nothing is held but the current row (an array: the current piece; Parquet: the current batch).
+Every row knows where it stands, so that whatever is wrong with it can be named. A line that is
+not a JSON object is a `BadRow`, not an exception: the caller decides whether to stop or to count
+it. What makes the rest of a file unreadable (a torn array, gzip or Parquet file) is a DataError
+that says how far reading got, so a cut-off file is never taken for a short one.
 """
 
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterator, Mapping
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -16,6 +28,16 @@ from typing import IO, Any
 import msgspec
 
 from rstar2.errors import DataError
+
+HUB = "hub:"
+FILES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
+BATCH_ROWS = 256
+PIECE = 1 << 20
+"""Characters of a JSON array that are read at once."""
+
+_HUB_NAME = re.compile(
+    r"(?P<name>[^#@:]+)(?:#(?P<config>[^@:]+))?(?:@(?P<revision>[^:]+))?(?::(?P<split>.+))?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,71 +61,225 @@ class BadRow:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """Which part of which version of a data set on a hub."""
+
+    name: str
+    config: str | None
+    revision: str | None
+    split: str
+
+
 def read_rows(source: str) -> Iterator[Row | BadRow]:
-    """Stream `source`: a file (.jsonl, .jsonl.gz, .parquet) or `hub:NAME[@REVISION][:SPLIT]`."""
-    if source.startswith("hub:"):
-        yield from _read_hub(source.removeprefix("hub:"))
+    """Stream `source`, a file or a name on the hub (see the table above)."""
+    if source.startswith(HUB):
+        yield from _read_hub(source)
         return
     path = Path(source)
-    if not path.exists():
-        raise DataError(f"data {source!r} does not exist (a file, or hub:NAME[@REVISION][:SPLIT])")
+    if not path.name.endswith(FILES):
+        raise DataError(f"data {source!r}: not a {', '.join(FILES[:-1])} or {FILES[-1]} file")
+    if not path.is_file():
+        raise DataError(
+            f"data {source!r} does not exist (a file, or hub:NAME[#CONFIG][@REVISION][:SPLIT])"
+        )
     if path.suffix == ".parquet":
         yield from _read_parquet(path)
-    elif path.name.endswith((".jsonl", ".jsonl.gz", ".json")):
-        yield from _read_jsonl(path)
     else:
-        raise DataError(f"data {source!r}: not a .jsonl, .jsonl.gz or .parquet file")
+        yield from _read_json(path)
 
 
-def _read_jsonl(path: Path) -> Iterator[Row | BadRow]:
-    with path.open("rb") as raw:
-        lines: IO[bytes] | gzip.GzipFile = (
-            gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
-        )
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
+def parse_hub(source: str) -> HubName:
+    """Take hub:NAME[#CONFIG][@REVISION][:SPLIT] apart."""
+    match = _HUB_NAME.fullmatch(source.removeprefix(HUB))
+    if match is None:
+        raise DataError(f"data {source!r}: expected hub:NAME[#CONFIG][@REVISION][:SPLIT]")
+    return HubName(match["name"], match["config"], match["revision"], match["split"] or "train")
+
+
+# --------------------------------------------------------------------------- JSON
+
+
+def _read_json(path: Path) -> Iterator[Row | BadRow]:
+    number = 0
+    try:
+        with path.open("rb") as raw:
+            zipped = path.suffix == ".gz"
+            file: IO[bytes] | gzip.GzipFile = gzip.GzipFile(fileobj=raw) if zipped else raw
+            array = ".json" in path.suffixes and _is_array(file)
+            for row in _elements(path, file) if array else _lines(path, file):
+                number = row.number
+                yield row
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: torn or no gzip file after row {number}: {error}") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read after row {number}: {error}") from error
+
+
+def _is_array(file: IO[bytes] | gzip.GzipFile) -> bool:
+    start = file.read(PIECE).lstrip()
+    file.seek(0)
+    return start.startswith(b"[")
+
+
+def _lines(path: Path, lines: Iterable[bytes]) -> Iterator[Row | BadRow]:
+    decode = msgspec.json.Decoder().decode
+    for number, line in enumerate(lines, start=1):
+        if line.isspace():
+            continue
+        where = f"{path}:{number}"
+        try:
+            fields = decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            yield BadRow(where, number, f"not JSON: {error}", _shown(line))
+            continue
+        if isinstance(fields, dict):
+            yield Row(where, number, fields)
+        else:
+            yield BadRow(where, number, _no_object(fields), _shown(line))
+
+
+def _elements(path: Path, file: IO[bytes] | gzip.GzipFile) -> Iterator[Row | BadRow]:
+    """The elements of one JSON array, with no more than a few of them in memory."""
+    text = _Text(path, file)
+    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+    text.skip("[")
+    number = 0
+    while not text.at("]"):
+        if number:
+            text.skip(",")
+        number += 1
+        where = f"{path}:{number}"
+        fields = text.decode(decoder, where)
+        if isinstance(fields, dict):
+            yield Row(where, number, fields)
+        else:
+            yield BadRow(where, number, _no_object(fields), json.dumps(fields)[:500])
+    text.skip("]")
+    if not text.ended():
+        raise DataError(f"{path}: text after the end of the array, after element {number}")
+
+
+class _Text:
+    """A window onto a text that is read in pieces."""
+
+    def __init__(self, path: Path, file: IO[bytes] | gzip.GzipFile) -> None:
+        self._path, self._file = path, file
+        self._text, self._place, self._done = "", 0, False
+        self._rest = b""
+        """Bytes of a character that the next piece completes."""
+
+    def at(self, mark: str) -> bool:
+        """Whether this character comes next, after white space."""
+        return not self.ended() and self._text[self._place] == mark
+
+    def skip(self, mark: str) -> None:
+        if not self.at(mark):
+            found = "the end of the file" if self.ended() else repr(self._text[self._place])
+            raise DataError(f"{self._path}: expected {mark!r} in the JSON array, found {found}")
+        self._place += 1
+
+    def ended(self) -> bool:
+        """Step over white space; whether nothing is left."""
+        while True:
+            while self._place < len(self._text) and self._text[self._place].isspace():
+                self._place += 1
+            if self._place < len(self._text):
+                return False
+            if not self._more():
+                return True
+
+    def decode(self, decoder: json.JSONDecoder, where: str) -> Any:
+        """The JSON value that comes next; reads on while it is not whole."""
+        self.ended()
+        while True:
             try:
-                fields = msgspec.json.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                yield BadRow(where, number, f"not JSON: {error}", _shown(line))
-                continue
-            if isinstance(fields, dict):
-                yield Row(where, number, fields)
-            else:
-                reason = f"a JSON {type(fields).__name__}, not an object"
-                yield BadRow(where, number, reason, _shown(line))
+                value, stop = decoder.raw_decode(self._text, self._place)
+            except (ValueError, RecursionError) as error:
+                if isinstance(error, json.JSONDecodeError) and self._more():
+                    continue
+                raise DataError(
+                    f"{where}: not JSON: {error}; an array cannot be read beyond it"
+                ) from error
+            if stop < len(self._text) or not self._more():  # a number may go on in the next piece
+                self._place = stop
+                return value
+
+    def _more(self) -> bool:
+        """Read another piece, as large as what is still unread."""
+        if self._done:
+            return False
+        left = self._text[self._place :]
+        data = self._file.read(max(PIECE, len(left)))
+        self._done = not data
+        data = self._rest + data
+        try:
+            piece, self._rest = data.decode("utf-8"), b""
+        except UnicodeDecodeError as error:
+            if self._done or error.start < len(data) - 4:
+                raise DataError(f"{self._path}: not UTF-8: {error.reason}") from error
+            piece, self._rest = data[: error.start].decode("utf-8"), data[error.start :]
+        self._text, self._place = left + piece, 0
+        return True
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _no_object(value: object) -> str:
+    return f"a JSON {type(value).__name__}, not an object"
+
+
+def _shown(line: bytes, limit: int = 500) -> str:
+    return line[:limit].decode("utf-8", "backslashreplace").rstrip()
+
+
+# --------------------------------------------------------------------------- with the data extra
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
     try:
+        import pyarrow
         import pyarrow.parquet
     except ModuleNotFoundError as error:
         raise DataError(
             f"{path}: Parquet needs the data extra: pip install 'rstar2[data]'"
         ) from error
     number = 0
-    with pyarrow.parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=1024):
-            for fields in batch.to_pylist():
-                number += 1
-                yield Row(f"{path}:{number}", number, fields)
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=BATCH_ROWS):
+                for fields in batch.to_pylist():
+                    number += 1
+                    yield Row(f"{path}:{number}", number, fields)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: torn or no Parquet file after row {number}: {error}") from error
 
 
-def _read_hub(name: str) -> Iterator[Row]:
+def _read_hub(source: str) -> Iterator[Row]:
     try:
         import datasets
+        import httpx
     except ModuleNotFoundError as error:
-        raise DataError(f"hub:{name} needs the data extra: pip install 'rstar2[data]'") from error
-    name, _, split = name.partition(":")
-    name, _, revision = name.partition("@")
-    stream = datasets.load_dataset(
-        name, split=split or "train", revision=revision or None, streaming=True
-    )
-    for number, fields in enumerate(stream, start=1):
-        yield Row(f"hub:{name}:{number}", number, fields)
-
-
-def _shown(line: bytes, limit: int = 500) -> str:
-    return line[:limit].decode("utf-8", "backslashreplace").rstrip()
+        raise DataError(f"{source} needs the data extra: pip install 'rstar2[data]'") from error
+    hub = parse_hub(source)
+    number = 0
+    try:
+        stream = datasets.load_dataset(
+            hub.name, hub.config, split=hub.split, revision=hub.revision, streaming=True
+        )
+        for number, fields in enumerate(stream, start=1):
+            yield Row(f"{source}:{number}", number, fields)
+    except (
+        OSError,
+        ValueError,
+        httpx.HTTPError,
+        datasets.exceptions.DatasetsError,
+    ) as error:
+        said = " ".join(str(error).split())[:500]
+        raise DataError(
+            f"{source}: {type(error).__name__} after row {number}: {said} "
+            f"(config {hub.config or 'default'}, revision {hub.revision or 'main'}, "
+            f"split {hub.split})"
+        ) from error

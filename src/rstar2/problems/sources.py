@@ -11,9 +11,11 @@ A reader is a pure function from a row's fields to (prompt, answer, kind, extra)
 | euler             | Project Euler-style             | problem, answer                       |
 | gsm8k             | openai/gsm8k                    | question, answer after ####           |
 | math              | HuggingFaceH4/MATH-500, MATH    | problem, answer or boxed in solution  |
-| svamp             | ChilleD/SVAMP                   | Body + Question, Answer               |
-| mawps             | ports of MAWPS                  | input, target                         |
+| svamp             | ChilleD/SVAMP, SVAMP.json       | Body + Question, Answer               |
+| mawps             | MAWPS.json; ports of it         | sQuestion, lSolutions; input, target  |
 | rstar2            | what rstar2 writes              | prompt, answer, kind                  |
+
+Where a publisher gives a row an id of its own, it is kept as `meta["origin"]`.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ Reader = Callable[[Mapping[str, Any]], Draft]
 _DAPO_HEAD = re.compile(
     r"^Solve the following math problem step by step\..*?answer to the problem\.\s*\n+", re.DOTALL
 )
+_POINT_ZERO = re.compile(r"(?<=\d)\.0+$")
 _DAPO_TAIL = re.compile(r"\n+Remember to put your answer on its own line.*$", re.DOTALL)
 
 
@@ -56,7 +59,12 @@ def _text(fields: Mapping[str, Any], name: str) -> str:
     """A non-empty string or number; floats that are integers lose their point."""
     if name not in fields:
         raise Malformed(f"field {name!r} is missing; the row has {sorted(map(str, fields))}")
-    value = fields[name]
+    return _scalar(fields[name], name)
+
+
+def _scalar(value: Any, name: str) -> str:
+    if value is None:
+        raise Malformed(f"field {name!r} is null")
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise Malformed(f"field {name!r} is a {type(value).__name__}, not text or a number")
     if isinstance(value, float):
@@ -67,6 +75,20 @@ def _text(fields: Mapping[str, Any], name: str) -> str:
     if not text:
         raise Malformed(f"field {name!r} is empty")
     return text
+
+
+def _number(fields: Mapping[str, Any], name: str) -> str:
+    """As `_text`, for publishers that write every answer as a decimal: "145.0" is 145."""
+    return _POINT_ZERO.sub("", _text(fields, name))
+
+
+def _kind(fields: Mapping[str, Any], *names: str) -> str:
+    return next((str(fields[name]) for name in names if fields.get(name)), "")
+
+
+def _origin(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = fields.get(name)
+    return {"origin": str(value)} if isinstance(value, str | int) and str(value) else {}
 
 
 def _nested(fields: Mapping[str, Any], name: str, kind: type) -> Any:
@@ -82,18 +104,20 @@ def _dapo(fields: Mapping[str, Any]) -> Draft:
         raise Malformed("field 'prompt' should hold messages")
     prompt = _DAPO_TAIL.sub("", _DAPO_HEAD.sub("", _text(message, "content")))
     truth = _text(_nested(fields, "reward_model", dict), "ground_truth")
-    return Draft(prompt, truth)
+    extra = fields.get("extra_info")
+    return Draft(prompt, truth, meta=_origin(extra, "index") if isinstance(extra, Mapping) else {})
 
 
 def _openmathreasoning(fields: Mapping[str, Any]) -> Draft:
     kind = _text(fields, "problem_type")
     if kind != "has_answer_extracted":
         raise Malformed(f"problem_type is {kind!r}: it has no extracted answer")
-    return Draft(_text(fields, "problem"), _text(fields, "expected_answer"))
+    source = _kind(fields, "problem_source")
+    return Draft(_text(fields, "problem"), _text(fields, "expected_answer"), source)
 
 
 def _euler(fields: Mapping[str, Any]) -> Draft:
-    return Draft(_text(fields, "problem"), _text(fields, "answer"))
+    return Draft(_text(fields, "problem"), _text(fields, "answer"), meta=_origin(fields, "id"))
 
 
 def _gsm8k(fields: Mapping[str, Any]) -> Draft:
@@ -104,28 +128,36 @@ def _gsm8k(fields: Mapping[str, Any]) -> Draft:
 
 
 def _math(fields: Mapping[str, Any]) -> Draft:
-    kind = str(fields.get("subject") or fields.get("type") or "")
+    kind = _kind(fields, "subject", "type")
+    origin = _origin(fields, "unique_id") or _origin(fields, "id")
     if "answer" in fields:
-        return Draft(_text(fields, "problem"), _text(fields, "answer"), kind)
+        return Draft(_text(fields, "problem"), _text(fields, "answer"), kind, origin)
     answer = boxed_content(_text(fields, "solution"))
     if answer is None:
         raise Malformed("field 'solution' has no \\boxed answer")
-    return Draft(_text(fields, "problem"), answer, kind)
+    return Draft(_text(fields, "problem"), answer, kind, origin)
 
 
 def _svamp(fields: Mapping[str, Any]) -> Draft:
     body = _text(fields, "Body")
     stop = "" if body.endswith((".", "?", "!", ",")) else "."
     prompt = f"{body}{stop} {_text(fields, 'Question')}"
-    return Draft(prompt, _text(fields, "Answer"), str(fields.get("Type", "")))
+    return Draft(prompt, _number(fields, "Answer"), _kind(fields, "Type"), _origin(fields, "ID"))
 
 
 def _mawps(fields: Mapping[str, Any]) -> Draft:
-    return Draft(_text(fields, "input"), _text(fields, "target"), str(fields.get("type", "")))
+    if "sQuestion" not in fields:
+        return Draft(_text(fields, "input"), _number(fields, "target"), _kind(fields, "type"))
+    solutions = _nested(fields, "lSolutions", list)
+    if len(solutions) != 1:
+        raise Malformed(f"field 'lSolutions' has {len(solutions)} answers, not one")
+    answer = _POINT_ZERO.sub("", _scalar(solutions[0], "lSolutions"))
+    return Draft(_text(fields, "sQuestion"), answer, meta=_origin(fields, "iIndex"))
 
 
 def _rstar2(fields: Mapping[str, Any]) -> Draft:
-    return Draft(_text(fields, "prompt"), _text(fields, "answer"), str(fields.get("kind", "")))
+    origin = _origin(fields, "id")
+    return Draft(_text(fields, "prompt"), _text(fields, "answer"), _kind(fields, "kind"), origin)
 
 
 READERS: dict[str, Reader] = {
@@ -151,32 +183,35 @@ def mapped(fields_map: Mapping[str, str]) -> Reader:
         )
 
     def read(fields: Mapping[str, Any]) -> Draft:
-        kind = str(fields.get(fields_map["kind"], "")) if "kind" in fields_map else ""
+        kind = _kind(fields, fields_map["kind"]) if "kind" in fields_map else ""
         return Draft(_text(fields, fields_map["prompt"]), _text(fields, fields_map["answer"]), kind)
 
     return read
 
 
+_MARKS: tuple[tuple[str, set[str]], ...] = (
+    ("rstar2", {"prompt", "answer"}),
+    ("dapo", {"prompt", "reward_model"}),
+    ("openmathreasoning", {"problem", "expected_answer", "problem_type"}),
+    ("gsm8k", {"question", "answer"}),
+    ("svamp", {"Body", "Question", "Answer"}),
+    ("mawps", {"input", "target"}),
+    ("mawps", {"sQuestion", "lSolutions"}),
+    ("math", {"problem", "solution"}),
+    ("euler", {"problem", "answer"}),
+)
+
+
 def recognise(fields: Mapping[str, Any]) -> str:
     """Name the reader whose publisher's fields a row has; a UserError lists the choices."""
-    marks = {
-        "rstar2": {"prompt", "answer"},
-        "dapo": {"prompt", "reward_model"},
-        "openmathreasoning": {"problem", "expected_answer", "problem_type"},
-        "gsm8k": {"question", "answer"},
-        "svamp": {"Body", "Question", "Answer"},
-        "mawps": {"input", "target"},
-        "math": {"problem", "solution"},
-        "euler": {"problem", "answer"},
-    }
     if {"problem", "answer"} <= fields.keys():  # some publishers repeat the problem as `question`
         fields = {name: value for name, value in fields.items() if name != "question"}
-    for name, wanted in marks.items():
+    for name, wanted in _MARKS:
         if wanted <= fields.keys():
             return name
     raise UserError(
         f"no reader knows a row with the fields {sorted(map(str, fields))}; "
-        f"name one of {sorted(READERS)} or map the fields (prompt=..., answer=...)"
+        f"name one of {sorted(READERS)} (READER:FILE) or map the fields (--prompt-field, ...)"
     )
 
 
