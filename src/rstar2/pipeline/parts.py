@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-TINY = "tiny"
+TINY, SMOLLM2 = "tiny", "smollm2"
 PROBE_TOKENS = 64
 PUBLISH_ATTEMPTS = 3
 
@@ -218,16 +218,20 @@ async def open_parts(recipe: Recipe, directory: Path) -> AsyncIterator[Parts]:
 
 
 def find_model(recipe: Recipe, directory: Path) -> Path | str:
-    """The directory or hub id of the initial policy; the tiny one is made from the seed."""
-    if recipe.model.path != TINY:
+    """The directory or hub id of the initial policy; `tiny` and `smollm2` are made here."""
+    if recipe.model.path not in (TINY, SMOLLM2):
         return recipe.model.path
+    from rstar2.learner.smollm2 import make_smollm2
     from rstar2.learner.tiny import make_tiny
 
     path = directory / "model"
     if not path.exists():
         aside = directory / "model.new"
         shutil.rmtree(aside, ignore_errors=True)
-        make_tiny(aside, recipe.seed)
+        if recipe.model.path == TINY:
+            make_tiny(aside, recipe.seed)
+        else:
+            make_smollm2(aside)
         aside.rename(path)
     return path
 
