@@ -1,0 +1,1 @@
+"""The rollout simulator: the real scheduler over modelled engines, by discrete events."""

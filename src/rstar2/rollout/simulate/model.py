@@ -1,0 +1,211 @@
+"""How fast an engine is and what it holds, as numbers: measured, or worked out from data sheets.
+
+One step of an engine (every running rollout gets a token, waiting prompts are computed beside)
+takes
+
+    step_s + sequence_s * decoding + context_s * sum(context of the decoding)
+           + prefill_s * prompt tokens + pair_s * (prompt token, earlier token) pairs
+
+seconds. The five figures come from `fit` over measured steps of a real engine, or from
+`from_hardware`. The form is linear on purpose: it is what makes the lower bound (`bound.py`)
+exact, and a fit states how far it is from the measurements.
+
+As JSON, either the figures themselves (`EngineModel.to_json` writes them) or measured steps:
+
+    {"name": "vllm-tiny", "kv_tokens": 2048, "block_tokens": 32, "max_sequences": 64,
+     "rows": [{"batch": 8, "context": 1024, "prefill": 0, "seconds": 0.0031}, ...]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from scipy.optimize import nnls
+
+from rstar2.errors import DataError
+from rstar2.types import EngineCapacity
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One measured step, or the mean of equal ones."""
+
+    batch: int
+    """Rollouts that decoded one token."""
+    context: int
+    """Tokens that these held together before the step."""
+    seconds: float
+    prefill: int = 0
+    """Prompt tokens computed in the same step."""
+    pairs: int = 0
+    """For every prompt token of the step the tokens before it, summed."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineModel:
+    """One engine. Times in seconds, sizes in tokens."""
+
+    name: str
+    kv_tokens: int
+    block_tokens: int = 16
+    max_sequences: int = 256
+    batch_tokens: int = 8192
+    """Tokens computed in one step at most: decoding first, prompts with what is left."""
+    step_s: float = 0.0
+    sequence_s: float = 0.0
+    context_s: float = 0.0
+    prefill_s: float = 0.0
+    pair_s: float = 0.0
+    forgets: bool = False
+    """Whether a released prefix is freed at once (ours) or ages in the cache (vLLM)."""
+    source: str = ""
+    """Where the figures come from."""
+
+    def capacity(self, max_length: int) -> EngineCapacity:
+        """What the engine tells the scheduler."""
+        return EngineCapacity(self.kv_tokens, self.max_sequences, max_length, self.block_tokens)
+
+    def step(self, batch: int, context: int, prefill: int = 0, pairs: int = 0) -> float:
+        """Seconds of one step."""
+        return (
+            self.step_s
+            + self.sequence_s * batch
+            + self.context_s * context
+            + self.prefill_s * prefill
+            + self.pair_s * pairs
+        )
+
+    def to_json(self) -> str:
+        return msgspec.json.format(msgspec.json.encode(asdict(self)), indent=2).decode()
+
+    @staticmethod
+    def from_json(path: Path) -> EngineModel:
+        """Read figures, or fit them to the measured steps in the file."""
+        try:
+            values = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+            rows = msgspec.convert(values.pop("rows", None), list[StepRow] | None)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise DataError(f"{path}: no engine model can be read: {error}") from error
+        known = {field.name for field in fields(EngineModel)}
+        if unknown := sorted(values.keys() - known):
+            raise DataError(
+                f"{path}: unknown key {unknown[0]!r}; an engine model has {sorted(known)}"
+            )
+        if missing := sorted({"name", "kv_tokens"} - values.keys()):
+            raise DataError(f"{path}: {missing[0]!r} is missing")
+        model = msgspec.convert(values, EngineModel)
+        return fit(model, rows).model if rows else model
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A model fitted to measured steps, and how far off it is (relative errors)."""
+
+    model: EngineModel
+    median_error: float
+    worst_error: float
+    rows: int
+
+
+def fit(model: EngineModel, rows: Sequence[StepRow]) -> Fit:
+    """Least squares of relative errors, no figure negative; the sizes are the given model's."""
+    if len(rows) < 3:
+        raise DataError(f"{model.name}: {len(rows)} measured steps cannot fix an engine's speed")
+    if bad := next((r for r in rows if r.seconds <= 0), None):
+        raise DataError(f"{model.name}: a step of {bad.seconds} s cannot be: {bad}")
+    seconds = np.array([row.seconds for row in rows])
+    columns = np.array([[1, r.batch, r.context, r.prefill, r.pairs] for r in rows], dtype=float)
+    scale = np.maximum(columns.max(axis=0), 1.0)  # so that figures of all sizes are seen
+    found, _ = nnls(columns / scale / seconds[:, None], np.ones(len(rows)))
+    figures = [float(x) for x in found / scale]
+    errors = np.abs(columns @ np.array(figures) / seconds - 1)
+    names = ("step_s", "sequence_s", "context_s", "prefill_s", "pair_s")
+    fitted = replace(
+        model,
+        **dict(zip(names, figures, strict=True)),  # type: ignore[arg-type]
+        source=model.source or f"fitted to {len(rows)} measured steps",
+    )
+    return Fit(fitted, float(np.median(errors)), float(errors.max()), len(rows))
+
+
+# --------------------------------------------------------------------------- from data sheets
+
+
+@dataclass(frozen=True, slots=True)
+class Transformer:
+    """What of a dense transformer decides memory and speed."""
+
+    parameters: float
+    layers: int
+    kv_heads: int
+    head_dim: int
+    heads: int
+    bytes: int = 2
+
+    @property
+    def kv_bytes(self) -> int:
+        """KV cache of one token: a key and a value per layer and KV head."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """One GPU as its data sheet has it, and how much of that inference reaches."""
+
+    name: str
+    memory_bytes: float
+    bandwidth: float
+    flops: float
+    bandwidth_reached: float = 0.6
+    flops_reached: float = 0.4
+
+
+QWEN3_14B = Transformer(parameters=14.8e9, layers=40, kv_heads=8, head_dim=128, heads=40)
+MI300X = Accelerator("MI300X", memory_bytes=192e9, bandwidth=5.3e12, flops=1.307e15)
+
+OVERHEAD_BYTES = 6e9
+"""Activations, communication buffers and captured graphs of one GPU (an estimate)."""
+OVERHEAD_S = 0.003
+"""Per step: launching, sampling, 2 x layers all-reduces of tensor parallelism (an estimate)."""
+
+
+def from_hardware(
+    model: Transformer = QWEN3_14B,
+    gpu: Accelerator = MI300X,
+    *,
+    tensor_parallel: int = 4,
+    memory_share: float = 0.9,
+    max_sequences: int = 1024,
+    block_tokens: int = 16,
+) -> EngineModel:
+    """An engine worked out from sizes: what fits, and roofline speeds.
+
+    KV tokens = tp * (memory * share - weights / tp - overhead) / bytes per token. A step reads all
+    weights once, a decoded token reads its context's KV and costs 2 FLOPs a parameter; a prompt
+    token costs as many FLOPs, and attention 4 * heads * head_dim FLOPs a layer for every pair.
+    """
+    weights = model.parameters * model.bytes
+    kv_bytes = (
+        tensor_parallel * (gpu.memory_bytes * memory_share - OVERHEAD_BYTES)
+        - model.parameters * model.bytes
+    )
+    bandwidth = tensor_parallel * gpu.bandwidth * gpu.bandwidth_reached
+    flops = tensor_parallel * gpu.flops * gpu.flops_reached
+    kv_tokens = int(kv_bytes / model.kv_bytes) // block_tokens * block_tokens
+    return EngineModel(
+        name=f"{tensor_parallel}x{gpu.name}@{memory_share:g}",
+        kv_tokens=kv_tokens,
+        block_tokens=block_tokens,
+        max_sequences=max_sequences,
+        step_s=OVERHEAD_S + weights / bandwidth,
+        sequence_s=2 * model.parameters / flops,
+        context_s=model.kv_bytes / bandwidth,
+        prefill_s=2 * model.parameters / flops,
+        pair_s=4 * model.heads * model.head_dim * model.layers / flops,
+        source=f"data sheet of {gpu.name}, {memory_share:.0%} of its memory, TP {tensor_parallel}",
+    )
