@@ -10,6 +10,7 @@ import re
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,7 @@ class ModelShape:
 
 
 TINY = ModelShape(parameters=600_000, layers=3, kv_width=128, hidden=128, vocabulary=768)
-SMOLLM2 = ModelShape(
-    parameters=134_515_008, layers=30, kv_width=384, hidden=576, vocabulary=49_152
-)
+SMOLLM2 = ModelShape(parameters=134_515_008, layers=30, kv_width=384, hidden=576, vocabulary=49_152)
 
 
 def preflight(recipe: Recipe, run: Path) -> None:
@@ -57,10 +56,16 @@ def preflight(recipe: Recipe, run: Path) -> None:
 
 
 def check_supported(recipe: Recipe) -> None:
-    """What the schema has a place for and the pipeline cannot do yet."""
-    if recipe.engine.kind != "embedded":
+    """What the schema has a place for and the pipeline, as it is installed here, cannot do."""
+    engine = recipe.engine
+    if engine.kind == "openai":
+        raise RecipeError("engine.kind = openai takes no weights: train with embedded or vllm")
+    own_servers = engine.kind == "vllm" and not engine.urls
+    if (own_servers or engine.weight_transfer == "nccl") and find_spec("vllm") is None:
         raise RecipeError(
-            f"engine.kind = {recipe.engine.kind}: training uses embedded engines so far"
+            "engine.kind = vllm: vLLM is not installed in this environment. On GPUs: pip install "
+            "'rstar2[vllm]'; on CPUs: make .venv-vllm and use its rstar2 (docs/engines.md); or "
+            "give servers in engine.urls"
         )
 
 

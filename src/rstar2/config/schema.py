@@ -107,9 +107,14 @@ class EngineConfig(Section):
     kind: Literal["embedded", "vllm", "openai"] = "embedded"
     count: int = Field(1, ge=1)
     kv_tokens: int = Field(65_536, ge=256)
-    """KV cache of one embedded engine, in tokens."""
+    """KV cache of one engine, in tokens; a vLLM engine on a GPU takes its share of the memory."""
     max_sequences: int = Field(256, ge=1)
     urls: tuple[str, ...] = ()
+    """vLLM servers to use (docs/engines.md says how to start one); empty starts `count` of them."""
+    weight_transfer: Literal["files", "nccl"] = "files"
+    """How vLLM engines get new weights: by safetensors files, or from GPU to GPU."""
+    arguments: tuple[str, ...] = ()
+    """Further command-line arguments of the vLLM servers that rstar2 starts."""
 
 
 class SchedulerConfig(Section):

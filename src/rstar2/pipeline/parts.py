@@ -24,7 +24,7 @@ from rstar2.agent.template import Template
 from rstar2.codeenv.client import CodeEnvClient
 from rstar2.config import OptimizerConfig, Recipe, SchedulerConfig
 from rstar2.engine.base import Engine
-from rstar2.engine.embedded import EmbeddedEngine
+from rstar2.engine.make import make_engines
 from rstar2.errors import EngineError, RecipeError, WeightUpdateError
 from rstar2.learner.weights import publish
 from rstar2.problems.load import load_problems
@@ -270,22 +270,3 @@ def scheduling(recipe: Recipe) -> SchedulerConfig:
     if not recipe.deterministic:
         return recipe.scheduler
     return recipe.scheduler.model_copy(update={"policy": "worst_case"})
-
-
-def make_engines(recipe: Recipe, model_dir: Path | str) -> list[Engine]:
-    """The engines that a recipe asks for, not yet started."""
-    if recipe.engine.kind != "embedded":
-        raise RecipeError(
-            f"engine.kind={recipe.engine.kind}: training uses embedded engines so far; "
-            "set engine.kind=embedded"
-        )
-    return [
-        EmbeddedEngine(
-            model_dir,
-            kv_tokens=recipe.engine.kv_tokens,
-            max_sequences=recipe.engine.max_sequences,
-            max_length=recipe.model.max_length,
-            name=f"embedded-{index}",
-        )
-        for index in range(recipe.engine.count)
-    ]

@@ -5,6 +5,9 @@ runs the same turn (same prompt, same seed) on another. An engine that died is s
 the background by `recover`, which must also give it the current weights and prove them: until
 then the scheduler does not know it, so it gets nothing (Invariant 7).
 
+While turns are asked for, every engine is also asked for its load now and then: one that died
+between two turns, or hangs, is lost then and not only when a turn's deadline has passed.
+
 Every wait ends: by a placement, by the caller's deadline (DeadlineError), by cancellation, or with
 EngineError when no engine is left and none is coming back.
 """
@@ -18,9 +21,9 @@ from dataclasses import dataclass, replace
 from time import monotonic
 
 from rstar2.engine.base import Engine
-from rstar2.errors import DeadlineError, EngineError, InfrastructureError
+from rstar2.errors import DeadlineError, EngineError, InfrastructureError, RstarError
 from rstar2.rollout.scheduler import Phase, Placement, Request, Scheduler
-from rstar2.types import Finish, Generation, Sampling, WeightVersion
+from rstar2.types import EngineLoad, Finish, Generation, Sampling, WeightVersion
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +31,10 @@ Recover = Callable[[Engine], Awaitable[WeightVersion]]
 """Starts a dead engine again, installs and proves the current weights, returns their version."""
 
 RELEASE_DEADLINE_S = 10.0
+WATCH_S = 2.0
+"""Time between two looks at an engine's load."""
+WATCH_DEADLINE_S = 60.0
+"""An engine that does not tell its load within this time hangs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,8 @@ class EngineUse:
     """Sum over turns of the time from asking to starting."""
     moved: int
     deaths: int
+    preemptions: int = 0
+    """Rollouts that the engine threw out of its KV cache, as far as its load has told."""
 
     @property
     def idle_share(self) -> float:
@@ -58,12 +67,19 @@ class _Meter:
     def __init__(self, name: str) -> None:
         self.name = name
         self.deaths = 0
+        self.load: EngineLoad | None = None
         self.reset(monotonic())
 
     def reset(self, now: float) -> None:
         self.since = self.last = now
         self.busy_s = self.kv_s = self.kv_peak = self.queue_s = 0.0
-        self.turns = self.tokens = self.moved = 0
+        self.turns = self.tokens = self.moved = self.preemptions = 0
+
+    def report(self, load: EngineLoad) -> None:
+        """Take what the engine says of itself; its counts begin at 0 when it is started again."""
+        before = self.load.preemptions if self.load is not None else load.preemptions
+        self.preemptions += load.preemptions - (before if before <= load.preemptions else 0)
+        self.load = load
 
     def advance(self, now: float, *, running: int, kv_share: float) -> None:
         """Account for the time since the last change, during which these values held."""
@@ -85,6 +101,7 @@ class _Meter:
             queue_s=self.queue_s,
             moved=self.moved,
             deaths=self.deaths,
+            preemptions=self.preemptions,
         )
 
 
@@ -114,6 +131,7 @@ class Fleet:
         """Placements of handed-back turns whose callers have not noticed yet."""
         self._meters = {name: _Meter(name) for name in self.engines}
         self._releases: set[asyncio.Task[None]] = set()
+        self._watches: dict[str, asyncio.Task[None]] = {}
 
     # ------------------------------------------------------------------ life
 
@@ -146,10 +164,10 @@ class Fleet:
     async def close(self) -> None:
         """Stop recoveries and close every engine; waiting turns fail with EngineError."""
         await self.settle()
-        releases = list(self._releases)
-        for task in releases:
+        background = [*self._releases, *self._watches.values()]
+        for task in background:
             task.cancel()
-        await asyncio.gather(*releases, return_exceptions=True)
+        await asyncio.gather(*background, return_exceptions=True)
         self._fail_waiting(EngineError("the fleet was closed"))
         results = await asyncio.gather(
             *(e.close() for e in self.engines.values()), return_exceptions=True
@@ -167,6 +185,7 @@ class Fleet:
     ) -> Generation:
         """Sample one turn on whichever engine the scheduler chooses."""
         asked = monotonic()
+        self._watch()
         request = Request(session, group_of(session), len(prompt_ids), sampling.max_new_tokens)
         self.scheduler.submit(request)
         try:
@@ -291,6 +310,27 @@ class Fleet:
             self._recovering.pop(name, None)
             self.join(name, version)
 
+    def _watch(self) -> None:
+        """Have an eye on every engine, from the first turn on."""
+        for name in self.engines:
+            if name not in self._watches:
+                self._watches[name] = asyncio.ensure_future(self._look_after(name))
+
+    async def _look_after(self, name: str) -> None:
+        """Ask an engine for its load again and again; one that cannot tell is lost."""
+        while True:
+            if name in self.scheduler.engines:
+                await self.look(name)
+            await asyncio.sleep(WATCH_S)
+
+    async def look(self, name: str) -> None:
+        """Ask one engine for its load now."""
+        try:
+            async with asyncio.timeout(WATCH_DEADLINE_S):
+                self._meters[name].report(await self.engines[name].load())
+        except (RstarError, TimeoutError) as error:
+            self._lost(name, EngineError(f"its load could not be had: {error!r}"))
+
     def _fail_waiting(self, error: Exception) -> None:
         for future in self._placed.values():
             if not future.done():
@@ -332,4 +372,5 @@ def total_use(uses: Iterable[EngineUse]) -> dict[str, float]:
         "engine/moved": float(sum(u.moved for u in uses)),
         "engine/queue_s": sum(u.queue_s for u in uses) / max(1, turns),
         "engine/deaths": float(sum(u.deaths for u in uses)),
+        "engine/preemptions": float(sum(u.preemptions for u in uses)),
     }

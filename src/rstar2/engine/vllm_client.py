@@ -1,0 +1,303 @@
+"""A vLLM server's HTTP interface, typed: what we send, what it may answer, how it can fail.
+
+Every call has a deadline (DeadlineError). A server that is gone, answers 5xx or nonsense raises
+EngineError; one that refuses what we sent (4xx) raises UserError with what it said, because asking
+again, here or elsewhere, would not help.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+
+from rstar2.errors import DeadlineError, EngineError, UserError
+from rstar2.types import Finish, Generation, Sampling, VersionSpan
+
+CONNECT_DEADLINE_S = 10.0
+SHOWN_CHARS = 500
+_SAMPLE = re.compile(r"^(vllm:\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+T = TypeVar("T")
+
+
+# --------------------------------------------------------------------------- what it answers
+
+
+class _Logprob(msgspec.Struct):
+    token_id: int
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Logprob] | None = None
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: _Logprobs | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Details | None = None
+
+
+class _Generated(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+    prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
+
+
+class _WeightInfo(msgspec.Struct):
+    weight_version: str
+
+
+class _Success(msgspec.Struct):
+    success: bool
+
+
+class _Paused(msgspec.Struct):
+    is_paused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """What `/metrics` says of the scheduler and its KV cache."""
+
+    blocks: int
+    """Blocks that requests can use: one is the server's own."""
+    block_tokens: int
+    used_share: float
+    running: int
+    waiting: int
+    preemptions: int
+
+
+# --------------------------------------------------------------------------- the client
+
+
+class VllmClient:
+    """One server. Close it to close its connections."""
+
+    def __init__(self, name: str, *, url: str | None = None, socket: Path | None = None) -> None:
+        assert (url is None) != (socket is None)
+        self.name = name
+        transport = None if socket is None else httpx.AsyncHTTPTransport(uds=str(socket))
+        unbounded = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._http = httpx.AsyncClient(
+            base_url=(url or "http://engine").rstrip("/"),
+            transport=transport or httpx.AsyncHTTPTransport(limits=unbounded),
+            timeout=httpx.Timeout(None, connect=CONNECT_DEADLINE_S),  # reads: see `_ask`
+        )
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        deadline_s: float,
+        body: Any = None,
+        **query: str,
+    ) -> bytes:
+        """Send one request; what comes back is a success, or an error with a name."""
+        content = None if body is None else msgspec.json.encode(body)
+        headers = {} if body is None else {"content-type": "application/json"}
+        try:
+            async with asyncio.timeout(max(0.0, deadline_s)):
+                response = await self._http.request(
+                    method, path, content=content, headers=headers, params=query
+                )
+        except (TimeoutError, httpx.ConnectTimeout) as error:
+            raise DeadlineError(
+                f"{self.name}: {path} was not answered within {deadline_s:g} s"
+            ) from error
+        except httpx.HTTPError as error:
+            raise EngineError(f"{self.name}: {path}: {type(error).__name__} {error}") from error
+        if response.is_success:
+            return response.content
+        said = f"{self.name}: {path} answered {response.status_code}: {response.text[:SHOWN_CHARS]}"
+        raise (UserError if response.is_client_error else EngineError)(said)
+
+    def _read(self, data: bytes, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.MsgspecError as error:
+            raise EngineError(f"{self.name}: an answer that makes no sense: {error}") from error
+
+    # ------------------------------------------------------------------ tokens in, tokens out
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, salt: str, deadline_s: float
+    ) -> Generation:
+        """Sample a continuation; if we stop waiting, the connection closes and vLLM aborts it.
+
+        `salt` separates prefix caches: only prompts with the same one share KV.
+        """
+        body = {
+            "token_ids": list(prompt_ids),
+            "cache_salt": salt,
+            "sampling_params": {
+                "max_tokens": sampling.max_new_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "seed": sampling.seed & (2**63 - 1),
+                # The recipe's stop ids and no others: the model's own EOS ends a turn if it is one.
+                "stop_token_ids": list(sampling.stop_ids),
+                "ignore_eos": True,
+                "logprobs": 0,
+                "detokenize": False,
+            },
+        }
+        data = await self._ask("POST", "/inference/v1/generate", deadline_s, body)
+        answer = self._read(data, _Generated)
+        if len(answer.choices) != 1:
+            raise EngineError(f"{self.name}: {len(answer.choices)} continuations for one prompt")
+        choice = answer.choices[0]
+        details = answer.usage.prompt_tokens_details if answer.usage else None
+        return Generation(
+            token_ids=tuple(choice.token_ids),
+            logprobs=self._logprobs(choice),
+            versions=self._versions(choice),
+            finish=self._finish(choice),
+            cached_tokens=(details.cached_tokens or 0) if details else 0,
+            engine=self.name,
+        )
+
+    def _logprobs(self, choice: _Choice) -> tuple[float, ...]:
+        content = (choice.logprobs.content if choice.logprobs else None) or []
+        if [entry.token_id for entry in content] != choice.token_ids:
+            raise EngineError(f"{self.name}: logprobs of other tokens than were sampled")
+        return tuple(entry.logprob for entry in content)
+
+    def _versions(self, choice: _Choice) -> tuple[VersionSpan, ...]:
+        spans = choice.weight_versions or []
+        try:
+            return tuple((int(span.version), span.end - span.start) for span in spans)
+        except ValueError as error:
+            raise EngineError(
+                f"{self.name}: it serves weights that we did not give it: {error}"
+            ) from error
+
+    def _finish(self, choice: _Choice) -> Finish:
+        known = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.CANCELLED}
+        if choice.finish_reason not in known:
+            raise EngineError(f"{self.name}: generation ended by {choice.finish_reason!r}")
+        return known[choice.finish_reason]
+
+    async def score(self, token_ids: Sequence[int], *, deadline_s: float) -> list[float]:
+        """Logprob of each token after the first, at temperature 1; computed, never cached."""
+        body = {
+            "token_ids": list(token_ids),
+            "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False},
+        }
+        data = await self._ask("POST", "/inference/v1/generate", deadline_s, body)
+        rows = self._read(data, _Generated).prompt_logprobs or []
+        try:
+            return [
+                float((row or {})[str(token)]["logprob"])
+                for token, row in zip(token_ids[1:], rows[1:], strict=True)
+            ]
+        except (KeyError, ValueError) as error:
+            raise EngineError(f"{self.name}: prompt logprobs are incomplete: {error}") from error
+
+    # ------------------------------------------------------------------ control
+
+    async def health(self, deadline_s: float) -> None:
+        """Returns if the server and its engine are alive."""
+        await self._ask("GET", "/health", deadline_s)
+
+    async def gauges(self, deadline_s: float) -> Gauges:
+        data = await self._ask("GET", "/metrics", deadline_s)
+        try:
+            return read_gauges(data.decode())
+        except (KeyError, ValueError) as error:
+            raise EngineError(f"{self.name}: /metrics lacks or garbles {error}") from error
+
+    async def weight_version(self, deadline_s: float) -> int:
+        """The label of the weights that serve."""
+        info = self._read(await self._ask("GET", "/weight_info", deadline_s), _WeightInfo)
+        try:
+            return int(info.weight_version)
+        except ValueError as error:
+            raise EngineError(
+                f"{self.name}: it serves weights {info.weight_version!r}, which we did not give it"
+            ) from error
+
+    async def label(self, version: int, deadline_s: float) -> None:
+        """Call the weights that serve `version`."""
+        body = {"new_version": str(version)}
+        await self._ask("POST", "/update_weight_version", deadline_s, body)
+
+    async def pause(self, deadline_s: float) -> None:
+        """End everything that runs with what it has sampled (Finish.CANCELLED); new work waits."""
+        await self._ask("POST", "/pause", deadline_s, mode="abort")
+
+    async def resume(self, deadline_s: float) -> None:
+        await self._ask("POST", "/resume", deadline_s)
+
+    async def paused(self, deadline_s: float) -> bool:
+        return self._read(await self._ask("GET", "/is_paused", deadline_s), _Paused).is_paused
+
+    async def reload(self, path: Path, deadline_s: float) -> None:
+        """Load the weights of a model directory into every worker."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
+        await self._ask("POST", "/collective_rpc", deadline_s, body)
+
+    async def forget(self, deadline_s: float) -> None:
+        """Drop all KV; requests that run compute theirs again."""
+        query = {"reset_running_requests": "true"}
+        data = await self._ask("POST", "/reset_prefix_cache", deadline_s, **query)
+        if not self._read(data, _Success).success:
+            raise EngineError(f"{self.name}: the prefix cache could not be reset")
+
+    async def control(self, path: str, deadline_s: float, body: Mapping[str, Any]) -> None:
+        """One of vLLM's weight-transfer phases."""
+        await self._ask("POST", path, deadline_s, body)
+
+    async def world_size(self, deadline_s: float) -> int:
+        """Workers that take weights."""
+        return int(
+            self._read(await self._ask("GET", "/get_world_size", deadline_s), dict[str, int])[
+                "world_size"
+            ]
+        )
+
+
+def read_gauges(text: str) -> Gauges:
+    """Pick what we need from Prometheus text; KeyError names what is missing."""
+    values: dict[str, float] = {}
+    labels: dict[str, dict[str, str]] = {}
+    for name, pairs, value in _SAMPLE.findall(text):
+        values[name] = values.get(name, 0.0) + float(value)
+        labels[name] = dict(_LABEL.findall(pairs))
+    cache = labels["vllm:cache_config_info"]
+    return Gauges(
+        blocks=int(cache["num_gpu_blocks"]) - 1,
+        block_tokens=int(cache["block_size"]),
+        used_share=values["vllm:kv_cache_usage_perc"],
+        running=int(values["vllm:num_requests_running"]),
+        waiting=int(values["vllm:num_requests_waiting"]),
+        preemptions=int(values["vllm:num_preemptions_total"]),
+    )

@@ -1,0 +1,213 @@
+"""One vLLM API server as a child of ours: started, watched, stopped, and never left behind.
+
+Promises:
+- The server listens on a Unix socket in a private directory: its control endpoints can be reached
+  by this user only, and no port is taken.
+- It is a process group of its own, so that Ctrl-C at a terminal does not reach it before we have
+  stopped in order. Every process of the group dies with its parent (PR_SET_PDEATHSIG; see
+  `vllm_plugin`), so our own kill -9 leaves none of them either.
+- `stop` returns when the group is empty and the directory is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rstar2.engine.vllm_plugin import ENGINE, PACKED
+from rstar2.errors import EngineError
+
+TERMINATE_S = 10.0
+"""How long a server may take to end in order."""
+TAIL_BYTES = 4000
+TAIL_LINES = 15
+RESOURCE_TRACKER = b"multiprocessing.resource_tracker"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """What one server is started with."""
+
+    model: str
+    kv_tokens: int | None
+    """KV cache in tokens; None leaves it to vLLM (its share of the GPU's memory)."""
+    max_sequences: int
+    max_length: int
+    dtype: str = "float32"
+    block_tokens: int = 32
+    threads: int = 1
+    cores: tuple[int, ...] = ()
+    """Cores that the server is bound to; empty: any."""
+    packed_linears: bool = False
+    """Leave vLLM's packing of linear layers on. Weight updates are then wrong on CPUs."""
+    weight_backend: str | None = None
+    """Backend of vLLM's weight transfer (`nccl`); None: weights come as files."""
+    arguments: tuple[str, ...] = ()
+    """Further arguments of the server, last and so with the last word."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def arguments_of(settings: ServerSettings, socket: Path) -> list[str]:
+    """The command line of the API server."""
+    words = [
+        *("--model", settings.model, "--uds", str(socket), "--dtype", settings.dtype),
+        *("--max-model-len", str(settings.max_length)),
+        *("--max-num-seqs", str(settings.max_sequences)),
+        *("--generation-config", "vllm"),  # sampling is ours alone, whatever the model ships
+        *("--logprobs-mode", "processed_logprobs"),
+        *("--enable-scale-out", "--enable-prompt-tokens-details"),
+        *("--disable-uvicorn-access-log", "--seed", "0"),
+    ]
+    if settings.kv_tokens is not None:
+        # Block 0 is never given out, so it takes one more than the cache is to hold.
+        blocks = settings.kv_tokens // settings.block_tokens + 1
+        words += ["--block-size", str(settings.block_tokens), "--enforce-eager"]
+        words += ["--num-gpu-blocks-override", str(blocks)]
+    if settings.weight_backend is not None:
+        words += ["--weight-transfer-config", f'{{"backend": "{settings.weight_backend}"}}']
+    return [*words, *settings.arguments]
+
+
+def environment_of(settings: ServerSettings, directory: Path) -> dict[str, str]:
+    """The environment of the API server and its children."""
+    threads = str(settings.threads)
+    return {
+        **os.environ,
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_RPC_BASE_PATH": str(directory),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # By default every server would bind its threads to the same first cores.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "HF_HUB_OFFLINE": "1" if Path(settings.model).is_dir() else "0",
+        ENGINE: "1",
+        PACKED: "1" if settings.packed_linears else "0",
+        **settings.environment,
+    }
+
+
+class VllmServer:
+    """The process group of one server and its private directory."""
+
+    def __init__(self, name: str, settings: ServerSettings) -> None:
+        self.name, self.settings = name, settings
+        self._directory: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def socket(self) -> Path:
+        assert self._directory is not None
+        return self._directory / "http"
+
+    @property
+    def pid(self) -> int | None:
+        """The API server's process; also the id of the group."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Begin to start the server. From the loop's thread: the kernel ties its life to it."""
+        if self._process is not None:
+            raise EngineError(f"{self.name}: stop the old server before a new one is started")
+        self._directory = Path(tempfile.mkdtemp(prefix="rstar2-vllm-"))
+        command = [sys.executable, "-m", "rstar2.engine.vllm_plugin", "--parent", str(os.getpid())]
+        if self.settings.cores:
+            command += ["--cores", ",".join(map(str, self.settings.cores))]
+        command += ["--", *arguments_of(self.settings, self.socket)]
+        with (self._directory / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=environment_of(self.settings, self._directory),
+            )
+
+    def post_mortem(self) -> str:
+        """How the server ended, and the last that it said."""
+        if self._process is None:
+            return "not started"
+        code = self._process.poll()
+        state = "still runs" if code is None else f"ended with code {code}"
+        return f"server process {self._process.pid} {state}; its last words:\n{self.tail()}"
+
+    def tail(self) -> str:
+        """The last lines of the server's log."""
+        if self._directory is None or not (self._directory / "log").exists():
+            return ""
+        with (self._directory / "log").open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = log.read().decode("utf-8", "replace").splitlines()
+        return "\n".join(lines[-TAIL_LINES:])
+
+    async def stop(self) -> None:
+        """End every process of the group and remove the directory; idempotent."""
+        process, directory = self._process, self._directory
+        self._process = self._directory = None
+        if process is not None:
+            await asyncio.shield(asyncio.to_thread(_end_group, process))
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ask a process group to end, then make it; the leader is our child and is reaped."""
+    group = process.pid
+    if process.poll() is None:
+        _signal(group, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(TERMINATE_S)
+    ends = time.monotonic() + TERMINATE_S
+    while members := _members(group):
+        for pid in members:
+            # The resource tracker ends by itself once the others are gone, and removes the
+            # shared memory that they could not remove any more.
+            if time.monotonic() > ends or not _is_tracker(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.05)
+        time.sleep(0.05)
+    process.wait()
+
+
+def _signal(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+def _members(group: int) -> list[int]:
+    """Live processes of a group (zombies are not)."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                state, _parent, pgrp, *_ = (
+                    (entry / "stat").read_bytes().rpartition(b")")[2].split(maxsplit=3)
+                )
+                if int(pgrp) == group and state not in (b"Z", b"X"):
+                    found.append(int(entry.name))
+    return found
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return RESOURCE_TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
