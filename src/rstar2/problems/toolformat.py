@@ -116,9 +116,7 @@ def _code(expression: str, rng: random.Random) -> str:
 
 def _slip(expression: str, rng: random.Random) -> str:
     """A program that raises, or that Python refuses."""
-    return rng.choice(
-        (f"print({expression}", f"x = {expression}\nprint(y)", f"print {expression}")
-    )
+    return rng.choice((f"print({expression}", f"x = {expression}\nprint(y)", f"print {expression}"))
 
 
 def conversations(count: int, seed: int) -> Iterator[Conversation]:
@@ -146,5 +144,7 @@ def _conversation(index: int, request: Request, rng: random.Random) -> Conversat
             Message("tool", tool_text(result)),
         )
     answer = f"{ANSWER_HEAD}{output}{ANSWER_TAIL}"
-    messages.append(Message("assistant", f"<reason>{rng.choice(ANSWER_REASONS)}</reason>\n{answer}"))
+    messages.append(
+        Message("assistant", f"<reason>{rng.choice(ANSWER_REASONS)}</reason>\n{answer}")
+    )
     return Conversation(f"{NAME}-{index}", tuple(messages), source=NAME)
