@@ -13,7 +13,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "rstar2"
 
 LAYERS = (
-    {"types", "errors", "seeds", "environment"},
+    {"types", "errors", "seeds", "environment", "malloc"},
     {"config", "record", "track"},
     {
         *("agent", "codeenv", "engine", "entropy", "evaluate", "grpo", "learner"),

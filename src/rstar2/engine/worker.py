@@ -28,6 +28,7 @@ import numpy as np
 
 from rstar2.engine import wire
 from rstar2.errors import RstarError, UserError
+from rstar2.malloc import keep_freed_memory
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +89,7 @@ class Worker:
         self._settings = settings
         self._inbox: queue.SimpleQueue[wire.ToWorker | None] = queue.SimpleQueue()
         self._batcher: Batcher | None = None
+        self._held = False
 
     def run(self) -> None:
         """Serve until told to stop or the other side is gone."""
@@ -126,7 +128,7 @@ class Worker:
         assert self._batcher is not None
         while True:
             try:
-                message = self._inbox.get(block=self._batcher.idle)
+                message = self._inbox.get(block=self._held or self._batcher.idle)
             except queue.Empty:
                 return True
             if message is None or isinstance(message, wire.Stop):
@@ -147,9 +149,12 @@ class Worker:
                 case wire.Score(id, tokens):
                     ids = wire.unpack_ids(tokens).astype(np.int64)
                     self._send(wire.Scored(id, batcher.score(ids)))
-                case wire.Update(id, version, path):
+                case wire.Update(id, version, path, hold):
                     batcher.install(self._weights(path), version)
+                    self._held = hold
                     self._send(wire.Updated(id))
+                case wire.Resume():
+                    self._held = False
         except UserError as error:
             self._send(wire.Failed(getattr(message, "id", 0), str(error), user=True))
 
@@ -223,6 +228,7 @@ def main() -> None:
     parser.add_argument("--settings", required=True)
     args = parser.parse_args()
     die_with_parent(args.parent)
+    keep_freed_memory()
     # Ctrl-C reaches the whole process group; the parent decides when its engines close.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = msgspec.json.decode(args.settings, type=Settings)
