@@ -76,7 +76,6 @@ def wrong_recipes(tmp_path: Path, port: int) -> list[tuple[list[str], str]]:
         (["tiny", "--run", "/proc/run"], "cannot be written"),
         (["tinny"], "did you mean tiny?"),
         (["tiny", "--set", "rl.problems=gone.jsonl"], "no such file"),
-        (["tiny", "--set", "rl.staleness=1"], "on-policy so far"),
     ]
 
 

@@ -14,11 +14,10 @@ import pytest
 from miniature import miniature
 
 from rstar2.config import Recipe
-from rstar2.errors import RecipeError
 from rstar2.pipeline import parts
 from rstar2.pipeline.controller import Result, run
 from rstar2.pipeline.view import Quiet, StageKind
-from rstar2.record import RunDirectory, read_events, read_metrics
+from rstar2.record import RunDirectory, read_groups, read_metrics
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -100,10 +99,19 @@ def test_collapse_ends_training_and_the_best_weights_are_kept(
     assert (again.rl_steps, again.collapsed) == (2, result.collapsed), "nor by the same command"
 
 
-def test_what_cannot_work_is_refused_before_anything_is_made(tmp_path: Path) -> None:
-    recipe = miniature(tmp_path / "data")
-    stale = recipe.model_copy(update={"rl": recipe.rl.model_copy(update={"staleness": 1})})
-    with pytest.raises(RecipeError, match=r"rl\.staleness=1"):
-        execute(stale, tmp_path / "run", Watcher())
-    assert not (tmp_path / "run" / "model").exists()
-    assert [e["event"] for e in read_events(tmp_path / "run")] == ["started"]
+def test_one_step_ahead_every_step_is_done_once_with_bounded_staleness(
+    finished: Path, tmp_path: Path
+) -> None:
+    """Staleness 1, with an engine killed on the way: weights change under running rollouts."""
+    recipe = recipe_from(finished, tmp_path / "data", staleness=1)
+    recipe = recipe.model_copy(update={"deterministic": False})
+    execute(recipe, tmp_path / "run", Watcher())
+    steps = [m for m in read_metrics(tmp_path / "run") if m["stage"] == "only"]
+    assert [m["step"] for m in steps] == [1, 2, 3]
+    assert all(m["staleness/max"] <= 1 for m in steps)
+    assert sum(m["rollouts/lost"] + m["groups/stale"] for m in steps) == 0
+    groups = list(read_groups(tmp_path / "run", "only"))
+    assert len({line.group.id for line in groups}) == len(groups), "no group is learnt from twice"
+    for line in groups:
+        sampled = {v for t in line.group.trajectories for u in t.turns for v, n in u.versions if n}
+        assert sampled <= {line.step - 2, line.step - 1, line.step}, "of the step before, or now"

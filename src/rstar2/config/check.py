@@ -118,6 +118,12 @@ def _batches(recipe: Recipe) -> Iterator[Fault]:
             f"deterministic runs are on-policy: rl.staleness = {rl.staleness} must be 0",
             ("deterministic", "rl.staleness"),
         )
+    if rl.staleness and rl.loss.importance_cap is None:
+        yield Fault(
+            f"rl.staleness = {rl.staleness} learns from older weights' rollouts and needs the "
+            "importance correction: set rl.loss.importance_cap, such as 2.0",
+            ("rl.staleness", "rl.loss.importance_cap"),
+        )
 
 
 def _stages(recipe: Recipe) -> Iterator[Fault]:

@@ -44,6 +44,8 @@ class WeightUpdate:
     version: WeightVersion
     state: Mapping[str, torch.Tensor] | None = None
     path: Path | None = None
+    hold: bool = False
+    """Sample nothing under the new weights before `resume`: they are yet to be proven."""
 
 
 class Engine(Generator, Protocol):
@@ -58,7 +60,11 @@ class Engine(Generator, Protocol):
     async def load(self) -> EngineLoad: ...
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Install new weights between steps; nothing cached under the old ones survives."""
+        """Install new weights between steps; nothing cached under the old ones survives.
+
+        An engine that can hold running requests also has `async def resume(self) -> None`, which
+        lets them go on after an update with `hold`; others sample nothing while they update.
+        """
         ...
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:

@@ -10,6 +10,7 @@ Promises, beyond those of `base.Engine`:
   agree to about 1e-6, and two runs differ only where a draw falls that close between two tokens.
 - `update_weights` does not wait for running requests: they keep what they have sampled, their KV
   is computed again under the new weights, and each token carries the version that sampled it.
+  With `hold` none of them is sampled further before `resume`.
 - When the worker dies, every pending call raises EngineError. `start()` then makes a new one, with
   the weights of the model directory and the version given at construction: stale until updated.
 - Temperature 0 is greedy and reports the model's own logprobs (temperature 1).
@@ -258,12 +259,17 @@ class EmbeddedEngine:
             if update.state is not None:
                 await asyncio.to_thread(_post, link.mailbox, update.state)
             path = None if update.path is None else str(update.path)
-            message = wire.Update(next(self._ids), update.version, path)
+            message = wire.Update(next(self._ids), update.version, path, update.hold)
             try:
                 await self._call(message, CONTROL_DEADLINE_S, "weight update")
             finally:
                 if update.state is not None and not link.closed:
                     os.ftruncate(link.mailbox, 0)
+
+
+    async def resume(self) -> None:
+        """Let running requests go on after an update with `hold`."""
+        self._alive().send(wire.Resume())
 
 
 def _post(mailbox: int, state: Mapping[str, torch.Tensor]) -> None:

@@ -60,6 +60,12 @@ class Update(Message, frozen=True):
     id: int
     version: int
     path: str | None
+    hold: bool = False
+    """Compute nothing but scores until Resume."""
+
+
+class Resume(Message, frozen=True):
+    pass
 
 
 class Stop(Message, frozen=True):
@@ -118,7 +124,7 @@ class Failed(Message, frozen=True):
     user: bool
 
 
-ToWorker = Submit | Cancel | Release | AskLoad | Score | Update | Stop
+ToWorker = Submit | Cancel | Release | AskLoad | Score | Update | Resume | Stop
 FromWorker = Ready | Results | Tokens | Load | Scored | Updated | Failed
 
 _encoder = msgspec.msgpack.Encoder()

@@ -2,7 +2,8 @@
 
 Invariant 7: after an update no engine serves before its logprobs of a probe match the learner's.
 `publish` returns only when every engine has the new version and agrees; otherwise it raises
-WeightUpdateError, which names the engines and by how much they differ.
+WeightUpdateError, which names the engines and by how much they differ. Requests that run meanwhile
+are held from the update to the proof, so no token is sampled under weights that were not proven.
 """
 
 from __future__ import annotations
@@ -71,11 +72,12 @@ async def publish(
     async def send(update: WeightUpdate, targets: Sequence[Engine]) -> None:
         await asyncio.gather(*(_update(e, update, deadline_s) for e in targets))
 
-    sends = [send(WeightUpdate(version, state=state), by_memory)]
+    sends = [send(WeightUpdate(version, state=state, hold=True), by_memory)]
     if by_files:
         with _fast_directory(size) as directory:
             await asyncio.to_thread(learner.export, directory / "model")
-            sends.append(send(WeightUpdate(version, path=directory / "model"), by_files))
+            update = WeightUpdate(version, path=directory / "model", hold=True)
+            sends.append(send(update, by_files))
             await asyncio.gather(*sends)
     else:
         await asyncio.gather(*sends)
@@ -92,6 +94,7 @@ async def publish(
             f"version {version}: logprobs of the probe differ from the learner's beyond "
             f"{tolerance:g}: {', '.join(wrong)}"
         )
+    await asyncio.gather(*(e.resume() for e in engines if hasattr(e, "resume")))
     return {
         "weights/version": float(version),
         "weights/megabytes": size / 1e6,

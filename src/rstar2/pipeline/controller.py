@@ -13,8 +13,10 @@
               │
               └──> evaluation ──> export ──> next stage
 
-Nothing overlaps two steps: rollouts of step n + 1 are drawn by the weights of step n (staleness 0).
-Within a step everything does: rollouts of all groups, their tool calls and their grading.
+With staleness 0 nothing overlaps two steps: rollouts of step n + 1 are drawn by the weights of
+step n. With staleness k, up to k further steps are collected while one is learnt; weights change
+under running rollouts, whose tokens each carry the version that sampled them. Within a step
+everything overlaps: rollouts of all groups, their tool calls and their grading.
 
 State moves forward in one place, after a step is complete and recorded; a checkpoint holds that
 state together with the learner's. So kill -9 at any moment loses at most the steps since the last
@@ -29,7 +31,7 @@ from pathlib import Path
 from time import monotonic
 
 from rstar2.config import Recipe
-from rstar2.errors import CheckpointError, RecipeError
+from rstar2.errors import CheckpointError
 from rstar2.learner.checkpoint import CheckpointStore
 from rstar2.pipeline import stages
 from rstar2.pipeline.parts import Parts, open_parts
@@ -58,7 +60,6 @@ class Result:
 
 async def run(recipe: Recipe, run: RunDirectory, view: View) -> Result:
     """Run a recipe in its directory, or go on where an earlier call was stopped."""
-    refuse(recipe)
     started = monotonic()
     async with open_parts(recipe, run.path) as parts:
         desk = make_desk(recipe, run, view, parts)
@@ -152,11 +153,3 @@ def export(desk: Desk, name: str) -> None:
     """Write the current weights as a model directory."""
     path = desk.run.path / "exports" / name
     desk.parts.learner.export(path, desk.parts.tokenizer)
-
-
-def refuse(recipe: Recipe) -> None:
-    """What a recipe may ask for and this pipeline cannot do."""
-    if recipe.rl.staleness:
-        raise RecipeError(
-            f"rl.staleness={recipe.rl.staleness}: rollouts are drawn on-policy so far; set it to 0"
-        )

@@ -2,7 +2,8 @@
 
 Invariants
 - The learner is only ever used by one thread at a time: its work, and publishing what came of it,
-  take the same lock; no engine is brought back with weights that are being changed.
+  take the same lock. No engine is brought back with weights that are being changed: whoever changes
+  and publishes them holds `changing`, and an engine that dies meanwhile gets the new ones.
 - An engine serves only weights that were proven by the probe (Invariant 7): `publish` makes the
   fleet require the new version first and lets engines join after their proof.
 - `close` ends every process that was started, whatever state the parts are in.
@@ -79,8 +80,13 @@ class Parts:
         self._fleet: Fleet | None = None
         self._tools: CodeEnvClient | None = None
         self._starting: asyncio.Task[None] | None = None
+        self._changing = asyncio.Lock()
 
     # ------------------------------------------------------------------ learning
+
+    def changing(self) -> asyncio.Lock:
+        """Held while weights are trained and published; rollouts may go on meanwhile."""
+        return self._changing
 
     async def learn(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the learner's work in its own thread; the event loop goes on meanwhile."""
@@ -89,8 +95,6 @@ class Parts:
             with self._weights.lock:
                 return work(*args, **kwargs)
 
-        if self._fleet is not None:
-            await self._fleet.settle()
         return await asyncio.get_running_loop().run_in_executor(self._executor, locked)
 
     # ------------------------------------------------------------------ serving
@@ -138,10 +142,10 @@ class Parts:
         """Give every engine the learner's weights, once per version; dead ones are restarted."""
         if version == self._published:
             return {}
-        await fleet.settle()
         fleet.require(version)
         engines = list(fleet.engines.values())
         for attempt in range(1, PUBLISH_ATTEMPTS + 1):
+            await fleet.settle()  # whoever was being brought back is started here instead
             try:
                 await together(engine.start() for engine in engines)
                 metrics = await publish(self._weights, engines, version, self._probe)
@@ -157,10 +161,11 @@ class Parts:
 
     async def _recover(self, engine: Engine) -> WeightVersion:
         """Start a dead engine again with the weights that the others serve."""
-        assert self._published is not None
         await engine.start()
-        await publish(self._weights, [engine], self._published, self._probe)
-        return self._published
+        async with self._changing:
+            assert self._published is not None
+            await publish(self._weights, [engine], self._published, self._probe)
+            return self._published
 
     @property
     def _probe(self) -> tuple[int, ...]:

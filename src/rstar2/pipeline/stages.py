@@ -208,9 +208,7 @@ async def rl_step(desk: Desk, stage: StageConfig, state: State, ahead: Ahead) ->
     return state
 
 
-async def learn_from(
-    desk: Desk, stage: str, step: int, collected: Collected
-) -> dict[str, float]:
+async def learn_from(desk: Desk, stage: str, step: int, collected: Collected) -> dict[str, float]:
     """Train on what was collected, and record it meanwhile; empty if it teaches nothing."""
     rl_config, learner = desk.recipe.rl, desk.parts.learner
     batch = make_batch(step, collected.pairs, rl_config.loss)

@@ -10,6 +10,9 @@ Invariants
   still missing, so no surplus is drawn and a resumed step draws the same problems again.
 - Seeds derive from (recipe seed, stage, step, problem, rollout), so a group's rollouts do not
   depend on when or where they were run.
+- With staleness, steps are drawn while earlier ones still are, so none may depend on how many
+  problems another needed: step n has its own P problems of the order, and refills from an order of
+  their own. Each group carries the weights that served when it was dispatched.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,7 +31,7 @@ from rstar2.grpo.batch import teaches
 from rstar2.grpo.roc import select
 from rstar2.rollout.groups import Limits
 from rstar2.seeds import derive_seed
-from rstar2.types import Group, Problem, Selection
+from rstar2.types import Group, Problem, Selection, WeightVersion
 
 
 class Runner(Protocol):
@@ -66,6 +70,8 @@ class Drawn:
     group: Group
     selection: Selection | None
     used: bool
+    version: WeightVersion = 0
+    """The weights that served when it was dispatched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,8 @@ class Collected:
     position: int
     """Where the next step goes on."""
     wanted: int
+    stale: int = 0
+    """Groups that came too late to be learnt from."""
 
     @property
     def pairs(self) -> tuple[tuple[Group, Selection], ...]:
@@ -100,16 +108,24 @@ class Collector:
         *,
         seed: int,
         on_group: Callable[[int, int], None] = lambda done, total: None,
+        version: Callable[[], WeightVersion] = lambda: 0,
+        place: Callable[[int], AbstractAsyncContextManager[None]] = lambda step: nullcontext(),
     ) -> None:
         self.runner = runner
         self.problems = problems
         self.rl, self.stage, self.seed = rl, stage, seed
-        self.on_group = on_group
+        self.on_group, self.version, self.place = on_group, version, place
+        self.shown = 0
+        """The step whose progress is told; 0 tells of every one."""
         self.order = ProblemOrder(len(problems), seed=seed, stage=stage.name)
+        self.refills = ProblemOrder(len(problems), seed=seed, stage=f"{stage.name}/refill")
         self.limits = Limits(rl.sampling, stage.max_length, stage.max_turns)
 
     async def collect(self, step: int, position: int) -> Collected:
-        """Draw until the step's batch is full or the refill cap is hit."""
+        """Draw until the step's batch is full or the refill cap is hit.
+
+        `position` is where the step before ended; with staleness the step has its own place.
+        """
         wanted = self.rl.prompts_per_step
         cap = wanted * self.rl.refill
         drawn: dict[int, Drawn] = {}
@@ -120,37 +136,56 @@ class Collector:
                 missing = min(wanted - used, cap - len(drawn)) - len(tasks)
                 for _ in range(missing):
                     ordinal = len(drawn) + len(tasks)
-                    task = asyncio.ensure_future(self._draw(step, position + ordinal))
+                    task = asyncio.ensure_future(self._draw(step, position, ordinal))
                     tasks[task] = ordinal
                 if not tasks:
                     break
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     drawn[tasks.pop(task)] = task.result()
-                    self.on_group(sum(d.used for d in drawn.values()), wanted)
+                    if self.shown in (0, step):
+                        self.on_group(sum(d.used for d in drawn.values()), wanted)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         found = tuple(drawn[ordinal] for ordinal in sorted(drawn))
         _refuse_outage(found, step)
-        return Collected(found, position + len(found), wanted)
+        end = step * wanted if self.rl.staleness else position + len(found)
+        return Collected(found, end, wanted)
 
-    async def _draw(self, step: int, position: int) -> Drawn:
+    def _problem(self, step: int, position: int, ordinal: int) -> tuple[str, int]:
+        """What the step draws as its `ordinal`-th: the place's name, and the problem's index."""
+        if not self.rl.staleness:
+            return str(position + ordinal), self.order[position + ordinal]
+        own = self.rl.prompts_per_step
+        if ordinal < own:
+            place = (step - 1) * own + ordinal
+            return str(place), self.order[place]
+        place = (step - 1) * own * (self.rl.refill - 1) + ordinal - own
+        return f"r{place}", self.refills[place]
+
+    async def _draw(self, step: int, position: int, ordinal: int) -> Drawn:
         """One problem's group, and what resampling keeps of it."""
-        index = self.order[position]
-        group_id = f"{self.stage.name}/{step}/{position}"
+        name, index = self._problem(step, position, ordinal)
+        key: int | str = int(name) if name.isdecimal() else name
         seeds = [
-            derive_seed(self.seed, self.stage.name, step, position, rollout)
+            derive_seed(self.seed, self.stage.name, step, key, rollout)
             for rollout in range(self.rl.roc.drawn)
         ]
-        group = await self.runner.run(
-            self.problems[index], group_id=group_id, step=step, seeds=seeds, limits=self.limits
-        )
+        async with self.place(step):
+            version = self.version()
+            group = await self.runner.run(
+                self.problems[index],
+                group_id=f"{self.stage.name}/{step}/{name}",
+                step=step,
+                seeds=seeds,
+                limits=self.limits,
+            )
         if not group.informative:
-            return Drawn(group, None, used=False)
+            return Drawn(group, None, used=False, version=version)
         selection = select(group, self.rl.roc, derive_seed(self.seed, self.stage.name, step, "roc"))
-        return Drawn(group, selection, used=teaches(selection))
+        return Drawn(group, selection, used=teaches(selection), version=version)
 
 
 def _lost(drawn: Sequence[Drawn]) -> Counter[str]:
