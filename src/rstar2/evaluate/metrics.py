@@ -1,8 +1,8 @@
 """From graded rollouts to figures with intervals. Pure, and seeded where it resamples.
 
 A problem is the unit of independence: k answers to one problem are averaged first (avg@k), and the
-interval is taken over problems. With one answer a problem it is Wilson's; else a percentile
-bootstrap over problems, which needs no assumption on how the k answers hang together.
+interval is taken over problems. Where every problem is either solved or not it is Wilson's; else a
+percentile bootstrap over problems, which needs no assumption on how the k answers hang together.
 """
 
 from __future__ import annotations
@@ -45,23 +45,26 @@ def bootstrap(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMP
 
 def average_at_k(groups: Iterable[Group]) -> Estimate:
     """Mean over problems of the share of correct answers; problems without a reward are out."""
-    rewards = [group.rewards for group in groups if group.rewards]
-    if all(len(r) == 1 for r in rewards):
-        return wilson(sum(r[0] for r in rewards), len(rewards))
-    means = [math.fsum(r) / len(r) for r in rewards]
-    if len(set(means)) == 1:  # the bootstrap cannot see beyond what it has: fall back on Wilson
-        return wilson(means[0] * len(means), len(means))
-    return bootstrap(means)
+    return shares([math.fsum(g.rewards) / len(g.rewards) for g in groups if g.rewards])
+
+
+def shares(values: Sequence[float]) -> Estimate:
+    """Mean of a share per problem, with the interval that suits it."""
+    whole = all(value in (0.0, 1.0) for value in values)
+    if whole or len(set(values)) == 1:  # the bootstrap cannot see beyond what it has
+        return wilson(math.fsum(values), len(values))
+    return bootstrap(values)
 
 
 def pass_at_k(groups: Iterable[Group], k: int) -> Estimate:
     """Mean over problems of the unbiased estimate that one of k answers is correct."""
-    shares = []
-    for group in groups:
-        n, c = len(group.rewards), sum(r > 0.5 for r in group.rewards)
-        if n >= k:
-            shares.append(1.0 - math.comb(n - c, k) / math.comb(n, k))
-    return bootstrap(shares)
+    counts = [(len(group.rewards), sum(r > 0.5 for r in group.rewards)) for group in groups]
+    return shares([at_least_one(n, c, k) for n, c in counts if n >= k])
+
+
+def at_least_one(count: int, correct: int, k: int) -> float:
+    """The probability that k of `count` answers, drawn without replacement, hold a correct one."""
+    return 1.0 - math.comb(count - correct, k) / math.comb(count, k)
 
 
 def ratio(numerator: float, denominator: float) -> float | None:

@@ -54,7 +54,7 @@ class GroupRunner:
     ) -> Group:
         """One rollout per seed; the group lists them in the order of the seeds."""
         trajectories = await together(
-            self._rollout(problem, group_id=group_id, index=index, seed=seed, limits=limits)
+            self.rollout(problem, group_id=group_id, index=index, seed=seed, limits=limits)
             for index, seed in enumerate(seeds)
         )
         lost = Counter(t.failure.name for t in trajectories if t.failure is not None)
@@ -63,7 +63,7 @@ class GroupRunner:
             raise InvariantError(f"{group_id}: a rollout has neither a reward nor a failure")
         return Group(group_id, problem, step, kept, dict(lost))
 
-    async def _rollout(
+    async def rollout(
         self, problem: Problem, *, group_id: str, index: int, seed: int, limits: Limits
     ) -> Trajectory:
         """Run and grade one rollout, again if infrastructure lost it."""

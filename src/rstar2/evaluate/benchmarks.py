@@ -1,0 +1,172 @@
+"""The evaluation sets by name, each at a pinned revision of its publisher's data set.
+
+    aime24                  from the hub, as the table says
+    aime24=FILE             the same set from a file with the publisher's fields
+    FILE, NAME=FILE         any file: problems of rstar2, or rows that a reader recognises
+    arithmetic              the held-out problems of the embedded task
+
+An evaluation set is read whole or not at all: a row that cannot be read, a truth that its grader
+cannot check, or a wrong number of rows is an error, as it would change what a score means.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import random
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rstar2.errors import DataError, UserError
+from rstar2.problems.load import ARITHMETIC, load_problems, read_jsonl
+from rstar2.problems.rows import BadRow, Row, read_rows
+from rstar2.problems.sources import READERS, Malformed, recognise, to_problem
+from rstar2.reward.grade import check_gold
+from rstar2.seeds import derive_seed
+from rstar2.types import Problem, encode
+
+ARITHMETIC_COUNT = 240
+"""Held-out problems of the embedded task unless a count is given: as many as its recipe uses."""
+OWN_FIELDS = {field.name for field in dataclasses.fields(Problem)}
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Where an evaluation set is published, and what its rows look like."""
+
+    hub: str
+    """NAME[#CONFIG][@REVISION][:SPLIT], as `rstar2 data` takes it after `hub:`."""
+    reader: str
+    rows: int
+
+
+PUBLISHED = {
+    "aime24": Published(
+        "HuggingFaceH4/aime_2024@2fe88a2f1091d5048c0f36abc874fb997b3dd99a:train", "math", 30
+    ),
+    "aime25": Published(
+        "math-ai/aime25@563bb8404243c5f09de6ec262f2db674fe5bce9b:test", "euler", 30
+    ),
+    "hmmt25": Published("MathArena/hmmt_feb_2025:train", "euler", 30),
+    "math500": Published(
+        "HuggingFaceH4/MATH-500@6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be:test", "math", 500
+    ),
+    "gsm8k": Published(
+        "openai/gsm8k#main@e53f048856ff4f594e959d75785d2c2d37b678ee:test", "gsm8k", 1319
+    ),
+    "gpqa": Published(
+        "Idavidrein/gpqa#gpqa_diamond@633f5ee89ab8ad4522a9f850766b73f62147ffdd:train", "gpqa", 198
+    ),
+}
+"""HMMT's publisher corrects its set in place, and no revision of it is pinned here. GPQA is gated:
+the hub wants an account that has agreed to its terms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """A named set of problems, as it was read."""
+
+    name: str
+    source: str
+    problems: tuple[Problem, ...]
+
+    @property
+    def digest(self) -> str:
+        """What tells two versions of a set apart: its questions, truths and graders, in order."""
+        found = hashlib.sha256()
+        for problem in self.problems:
+            found.update(encode([problem.id, problem.prompt, problem.answer, problem.grader]))
+        return found.hexdigest()[:16]
+
+
+def load_benchmark(text: str, count: int | None = None) -> Benchmark:
+    """Read an evaluation set as the command line names it, its first `count` problems."""
+    name, equals, source = text.partition("=")
+    if not equals:
+        known = text in PUBLISHED or text == ARITHMETIC
+        name, source = (text, "") if known else (Path(text).name.split(".")[0], text)
+    if not _NAME.fullmatch(name):
+        raise UserError(f"--on {text!r}: {name!r} cannot name a benchmark; write it as NAME=FILE")
+    if name == ARITHMETIC and not source:
+        return Benchmark(
+            name, name, load_problems(name, "heldout", count=count or ARITHMETIC_COUNT)
+        )
+    published = PUBLISHED.get(name)
+    if not source and published is None:
+        raise UserError(f"--on {text!r}: not one of {', '.join([*PUBLISHED, ARITHMETIC])}")
+    place = source or f"hub:{published.hub}"  # type: ignore[union-attr]
+    problems = tuple(_read(name, place, published))
+    if published is not None and len(problems) != published.rows:
+        raise DataError(f"{name} has {published.rows} problems, {place} has {len(problems)}")
+    for problem in problems:
+        check_gold(problem)
+    return Benchmark(name, place, problems if count is None else problems[:count])
+
+
+def _read(name: str, place: str, published: Published | None) -> Iterator[Problem]:
+    rows = list(_whole(place))
+    if not rows:
+        raise DataError(f"{place}: holds no problem")
+    if published is None and rows[0].fields.keys() <= OWN_FIELDS:
+        yield from read_jsonl(Path(place))
+        return
+    reader = _reader(rows[0].fields, published)
+    for row in rows:
+        try:
+            if reader == "gpqa":
+                yield gpqa_problem(row, name)
+            else:
+                yield to_problem(row, READERS[reader], name)
+        except Malformed as error:
+            raise DataError(f"{row.where}: {error}") from error
+
+
+def _whole(place: str) -> Iterator[Row]:
+    for row in read_rows(place):
+        if isinstance(row, BadRow):
+            raise DataError(f"{row.where}: {row.reason}")
+        yield row
+
+
+def _reader(fields: Mapping[str, Any], published: Published | None) -> str:
+    """The publisher's own reader, unless the file has other fields (another port of the set)."""
+    if "Correct Answer" in fields:
+        return "gpqa"
+    found = recognise(fields)
+    if published is None or found in ("svamp", "mawps", "dapo", "rstar2"):
+        return found
+    return published.reader if published.reader != "gpqa" else found
+
+
+# --------------------------------------------------------------------------- multiple choice
+
+_WRONG = tuple(f"Incorrect Answer {number}" for number in (1, 2, 3))
+
+
+def gpqa_problem(row: Row, source: str) -> Problem:
+    """A question with four lettered options, in an order that depends on the question alone."""
+    texts = {}
+    for name in ("Question", "Correct Answer", *_WRONG):
+        value = row.fields.get(name)
+        if not isinstance(value, str) or not value.strip():
+            raise Malformed(f"field {name!r} is missing or no text")
+        texts[name] = value.strip()
+    options = [texts["Correct Answer"], *(texts[name] for name in _WRONG)]
+    order = list(range(4))
+    random.Random(derive_seed("gpqa", texts["Question"])).shuffle(order)
+    listed = "\n".join(
+        f"({letter}) {options[index]}" for letter, index in zip("ABCD", order, strict=True)
+    )
+    return Problem(
+        id=f"{source}-{row.number}",
+        prompt=f"{texts['Question']}\n\n{listed}\n\nAnswer with the letter of the right option.",
+        answer="ABCD"[order.index(0)],
+        grader="choice",
+        kind=str(row.fields.get("High-level domain") or ""),
+        source=source,
+        meta={"origin": str(row.fields.get("Record ID") or "")},
+    )

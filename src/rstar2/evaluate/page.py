@@ -1,0 +1,131 @@
+"""report.html of an evaluation: self-contained, in the style of a run's report, all escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import msgspec
+import yaml
+from markupsafe import Markup
+
+from rstar2.evaluate.scores import Answer, Score
+from rstar2.evaluate.store import Results, read_answers, read_problems, read_results
+from rstar2.record import read_environment
+from rstar2.record.files import write_aside
+from rstar2.report import svg
+from rstar2.report.page import FORBID, Figure
+from rstar2.report.segments import Segment, segments
+from rstar2.report.summary import duration
+from rstar2.report.table import share
+from rstar2.types import Problem
+
+SHOWN = 3
+"""Right and wrong answers shown of each benchmark, at most."""
+SEARCHED = 400
+"""Answers that are looked through for them."""
+LISTED = 200
+"""Problems listed one by one, hardest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One answer, ready to be read."""
+
+    problem: Problem
+    correct: bool
+    answer: str | None
+    stop: str
+    tokens: int
+    segments: tuple[Segment, ...]
+
+
+def write_page(path: Path) -> Path:
+    """Write report.html from what the directory holds."""
+    results = read_results(path)
+    shown = {name: list(examples(path, name)) for name in results.scores}
+    page = path / "report.html"
+    write_aside(page, render(results, read_environment(path), shown).encode())
+    return page
+
+
+def render(results: Results, environment: dict[str, Any], shown: dict[str, list[Shown]]) -> str:
+    """The page as text."""
+    jinja = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    jinja.filters |= {"percent": svg.percent, "share": share, "duration": duration}
+    template = jinja.from_string(_asset("rstar2.evaluate", "page.html.jinja"))
+    return template.render(
+        policy=FORBID,
+        css=Markup(_asset("rstar2.report", "page.css")),
+        js=Markup(_asset("rstar2.report", "page.js")),
+        results=results,
+        scores=list(results.scores.values()),
+        figures=[f for f in figures(list(results.scores.values())) if f.chart],
+        shown=shown,
+        listed=LISTED,
+        environment=environment,
+        settings=yaml.safe_dump(msgspec.to_builtins(results.settings), sort_keys=False),
+    )
+
+
+def _asset(package: str, name: str) -> str:
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
+
+
+def figures(scores: Sequence[Score]) -> Iterator[Figure]:
+    """pass@k over k, and accuracy by kind."""
+    series = [
+        svg.Series(
+            score.benchmark,
+            [float(k) for k in score.passes],
+            [e.mean for e in score.passes.values()],
+            index % 8,
+            low=[e.low for e in score.passes.values()],
+            high=[e.high for e in score.passes.values()],
+        )
+        for index, score in enumerate(scores)
+        if len(score.passes) > 1
+    ]
+    if series:
+        legend = tuple((s.name, s.colour) for s in series)
+        chart = svg.line_chart(
+            series, title="pass@k", y_format=svg.percent, y_range=(0.0, 1.0), x_name="k"
+        )
+        yield Figure("pass@k", "One of k answers is right; unbiased, bands are 95%.", chart, legend)
+    for score in scores:
+        if len(score.kinds) > 1:
+            rows = [
+                svg.Dumbbell(kind, None, (e.mean, e.low, e.high)) for kind, e in score.kinds.items()
+            ]
+            yield Figure(
+                f"{score.benchmark} by kind",
+                f"avg@{score.samples} with 95% intervals.",
+                svg.dumbbell_chart(rows, title=f"{score.benchmark} by kind"),
+            )
+
+
+def examples(path: Path, benchmark: str) -> Iterator[Shown]:
+    """Some wrong answers, then some right ones, each to another problem."""
+    problems = {problem.id: problem for problem in read_problems(path, benchmark)}
+    found: dict[bool, dict[str, Answer]] = {False: {}, True: {}}
+    for answer in islice(read_answers(path, benchmark), SEARCHED):
+        kept = found[answer.trajectory.correct]
+        if len(kept) < SHOWN and answer.problem_id in problems:
+            kept.setdefault(answer.problem_id, answer)
+    for answer in (*found[False].values(), *found[True].values()):
+        trajectory = answer.trajectory
+        yield Shown(
+            problems[answer.problem_id],
+            trajectory.correct,
+            trajectory.answer,
+            trajectory.stop.value.replace("_", " "),
+            answer.tokens,
+            tuple(segments(trajectory)),
+        )

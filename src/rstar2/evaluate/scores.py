@@ -1,0 +1,220 @@
+"""From answers to the figures of one benchmark. Pure, and seeded where it resamples.
+
+- avg@k: the mean over problems of the share of right answers.
+- pass@j: the unbiased estimate that one of j answers is right, from all k of them.
+- maj@k: whether the answer given most often is right; tied answers share the vote, a rollout
+  without an answer does not vote. Two answers are one vote if they are spelt alike once spacing,
+  \\left, \\right, $ and the like are gone (integers and choices: if they are the same), so algebra
+  that only the grader could see through splits the vote, of right and wrong answers alike.
+
+Everything but the shares of tool calls weighs problems equally and takes its interval over them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rstar2.evaluate.metrics import at_least_one, bootstrap, mean, ratio, shares
+from rstar2.reward.literals import as_choice, as_integer
+from rstar2.types import Estimate, Outcome, Problem, StopReason, Trajectory
+
+_NOISE = re.compile(r"\\(?:left|right|!|,|;|:| )|\s+|\$|\.$")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One rollout of one problem; `tokens` is its completion, tool responses included."""
+
+    benchmark: str
+    problem_id: str
+    sample: int
+    tokens: int
+    trajectory: Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """All that the figures need of one answer."""
+
+    problem_id: str
+    sample: int
+    correct: bool
+    vote: str | None
+    tokens: int
+    turns: int
+    stop: StopReason
+    outcomes: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemScore:
+    """How one problem went."""
+
+    id: str
+    kind: str
+    answers: int
+    correct: int
+    majority: float
+    """1 if the most frequent answer is right, 0 if not; the right share of a tie."""
+    mean_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What one policy does on one benchmark."""
+
+    benchmark: str
+    samples: int
+    average: Estimate
+    majority: Estimate
+    passes: Mapping[str, Estimate]
+    """pass@j by j."""
+    tokens: Estimate
+    mean_turns: float
+    tool_use: float
+    """Share of answers with at least one call."""
+    calls: float
+    """Calls per answer."""
+    tool_errors: float | None
+    """Failed calls / calls; None if there was no call, as in the next two."""
+    failing_calls_in_correct: float | None
+    valid_calls: float | None
+    """Calls that could be executed / calls."""
+    truncated: float
+    stops: Mapping[str, int]
+    outcomes: Mapping[str, int]
+    kinds: Mapping[str, Estimate]
+    problems: tuple[ProblemScore, ...]
+    missing: int = 0
+    """Answers that are not there: lost to infrastructure, or not generated yet."""
+    wall_s: float = 0.0
+    settled: Mapping[str, int] = field(default_factory=dict)
+    """Verdicts that a re-scoring changed: `to_right`, `to_wrong`."""
+
+
+def verdict(answer: Answer, grader: str) -> Verdict:
+    """What counts of an answer that was graded."""
+    trajectory = answer.trajectory
+    assert trajectory.reward is not None
+    return Verdict(
+        problem_id=answer.problem_id,
+        sample=answer.sample,
+        correct=trajectory.correct,
+        vote=vote(trajectory.answer, grader),
+        tokens=answer.tokens,
+        turns=len(trajectory.turns),
+        stop=trajectory.stop,
+        outcomes=Counter(result.outcome.value for result in trajectory.results),
+    )
+
+
+def vote(answer: str | None, grader: str) -> str | None:
+    """An answer as it is counted in a majority."""
+    if answer is None:
+        return None
+    known = as_choice(answer) if grader == "choice" else as_integer(answer)
+    if known is not None:
+        return known
+    return _NOISE.sub("", answer).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+
+
+def majority(verdicts: Iterable[Verdict]) -> float:
+    """The right share of the most frequent answers to one problem."""
+    votes: defaultdict[str, list[bool]] = defaultdict(list)
+    for one in verdicts:
+        if one.vote is not None:
+            votes[one.vote].append(one.correct)
+    most = max(map(len, votes.values()), default=0)
+    winners = [cast for cast in votes.values() if len(cast) == most]
+    # Verdicts under one spelling can differ where a rollout was cut off after its answer.
+    return mean(2 * sum(cast) > len(cast) for cast in winners)
+
+
+def powers(samples: int) -> list[int]:
+    """The j of pass@j that are worth showing: powers of two, and k itself."""
+    return sorted({1 << i for i in range(samples.bit_length())} | {samples})
+
+
+def score(
+    benchmark: str,
+    problems: Sequence[Problem],
+    verdicts: Iterable[Verdict],
+    *,
+    samples: int,
+    wall_s: float = 0.0,
+    settled: Mapping[str, int] | None = None,
+) -> Score:
+    """The figures of one benchmark; problems without an answer are counted as missing only."""
+    by_id: defaultdict[str, list[Verdict]] = defaultdict(list)
+    for one in verdicts:
+        if one.sample < samples:
+            by_id[one.problem_id].append(one)
+    rows = [_problem(p, by_id[p.id]) for p in problems if by_id[p.id]]
+    found = [one for problem in problems for one in by_id[problem.id]]
+    outcomes = _sum(one.outcomes for one in found)
+    calls = sum(n for name, n in outcomes.items() if name != Outcome.INFRASTRUCTURE)
+    return Score(
+        benchmark=benchmark,
+        samples=samples,
+        average=shares([row.correct / row.answers for row in rows]),
+        majority=shares([row.majority for row in rows]),
+        passes={
+            str(k): shares([at_least_one(r.answers, r.correct, k) for r in rows if r.answers >= k])
+            for k in powers(samples)
+        },
+        tokens=bootstrap([row.mean_tokens for row in rows]),
+        mean_turns=mean(one.turns for one in found),
+        tool_use=mean(bool(one.outcomes) for one in found),
+        calls=calls / len(found) if found else 0.0,
+        tool_errors=failing(outcomes),
+        failing_calls_in_correct=failing(_sum(one.outcomes for one in found if one.correct)),
+        valid_calls=ratio(calls - _count(outcomes, "malformed"), calls),
+        truncated=mean(one.stop is StopReason.MAX_LENGTH for one in found),
+        stops=dict(Counter(one.stop.value for one in found).most_common()),
+        outcomes=dict(outcomes.most_common()),
+        kinds=_kinds(rows),
+        problems=tuple(rows),
+        missing=len(problems) * samples - len(found),
+        wall_s=wall_s,
+        settled=settled or {},
+    )
+
+
+def _problem(problem: Problem, verdicts: Sequence[Verdict]) -> ProblemScore:
+    return ProblemScore(
+        id=problem.id,
+        kind=problem.kind,
+        answers=len(verdicts),
+        correct=sum(one.correct for one in verdicts),
+        majority=majority(verdicts),
+        mean_tokens=math.fsum(one.tokens for one in verdicts) / len(verdicts),
+    )
+
+
+def _kinds(rows: Sequence[ProblemScore]) -> dict[str, Estimate]:
+    by_kind: defaultdict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        if row.kind:
+            by_kind[row.kind].append(row.correct / row.answers)
+    return {kind: shares(values) for kind, values in sorted(by_kind.items())}
+
+
+def _sum(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for one in counts:
+        total.update(one)
+    return total
+
+
+def failing(outcomes: Mapping[str, int]) -> float | None:
+    """Failed calls / calls."""
+    calls = sum(n for name, n in outcomes.items() if name != Outcome.INFRASTRUCTURE)
+    return ratio(_count(outcomes, "failed"), calls)
+
+
+def _count(outcomes: Mapping[str, int], trait: str) -> int:
+    return sum(n for name, n in outcomes.items() if getattr(Outcome(name), trait))

@@ -1,0 +1,159 @@
+"""Evaluations on the terminal: progress while answers come, the table of figures, a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from rich import box
+from rich.console import Console, Group
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from rstar2.evaluate.compare import Paired
+from rstar2.evaluate.scores import Answer, Score
+from rstar2.evaluate.store import Results
+from rstar2.report.table import accuracy, clock, share
+
+LINES = 10
+"""Lines of progress that a log gets, where there is no terminal."""
+
+
+class AnswerProgress:
+    """A bar on a terminal, some lines elsewhere: answers, and how many of the new are right."""
+
+    def __init__(self, console: Console, total: int, done: int) -> None:
+        self._console, self._total, self._done = console, total, done
+        self._new = self._right = self._tokens = 0
+        self._bar = Progress(
+            TextColumn("answers"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=total, completed=done)
+
+    def answered(self, answer: Answer) -> None:
+        """One more answer is on record."""
+        self._new += 1
+        self._right += answer.trajectory.correct
+        self._tokens += answer.tokens
+        figures = f"{self._right / self._new:.1%} right, {self._tokens / self._new:.0f} tokens"
+        count = self._done + self._new
+        self._bar.update(self._task, completed=count, description=figures)
+        step = max(1, self._total // LINES)
+        if not self._console.is_terminal and (count % step == 0 or count == self._total):
+            self._console.print(f"{count} of {self._total} answers: {figures}")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        if self._done:
+            self._console.print(f"{self._done} of {self._total} answers are on record already")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+
+def score_table(results: Results) -> Group:
+    """One row per benchmark; then how answers ended and what calls came to."""
+    settings = results.settings
+    k = settings.samples
+    table = Table(
+        title=f"{settings.model}: {k} answer{'s' if k > 1 else ''} a problem, temperature "
+        f"{settings.temperature:g}, {settings.max_length} tokens, {settings.max_turns} turns",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        title_style="bold",
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("set", no_wrap=True)
+    names = ["problems", f"avg@{k}", *([f"maj@{k}", f"pass@{k}"] if k > 1 else [])]
+    names += [
+        "tokens",
+        "turns",
+        "calls",
+        "tool\nerrors",
+        "failing calls\nin correct",
+        "cut",
+        "time",
+    ]
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for score in results.scores.values():
+        more = (score.majority, score.passes[str(k)]) if k > 1 else ()
+        table.add_row(
+            Text(score.benchmark, style="bold"),
+            str(score.average.count),
+            accuracy(score.average),
+            *map(accuracy, more),
+            f"{score.tokens.mean:.0f}",
+            f"{score.mean_turns:.2f}",
+            f"{score.calls:.2f}",
+            share(score.tool_errors),
+            share(score.failing_calls_in_correct),
+            share(score.truncated),
+            clock(score.wall_s),
+        )
+    return Group(table, *(Text(_details(score), style="dim") for score in results.scores.values()))
+
+
+def _details(score: Score) -> str:
+    parts = [_counts("ended", score.stops), _counts("calls", score.outcomes)]
+    if score.settled:
+        parts.append(_counts("verdicts changed", score.settled))
+    if score.missing:
+        parts.append(f"{score.missing} answers are missing")
+    return f"{score.benchmark}: " + "; ".join(part for part in parts if part)
+
+
+def _counts(name: str, counts: object) -> str:
+    assert hasattr(counts, "items")
+    listed = ", ".join(f"{key.replace('_', ' ')} {n}" for key, n in counts.items())
+    return f"{name}: {listed}" if listed else ""
+
+
+def compare_table(first: Results, second: Results, rows: Sequence[Paired]) -> Table:
+    """B against A, benchmark by benchmark."""
+    table = Table(
+        title=f"A: {first.settings.model}   B: {second.settings.model}",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        title_style="bold",
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("set", no_wrap=True)
+    for name in ("problems", "A", "B", "B - A", "p", "better", "worse", "tokens"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            Text(row.benchmark, style="bold"),
+            str(row.problems),
+            f"{row.first:.1%}",
+            f"{row.second:.1%}",
+            f"{100 * row.difference.mean:+.1f} ({100 * row.difference.low:+.1f} to "
+            f"{100 * row.difference.high:+.1f})",
+            f"{row.p:.3f}" if row.p >= 0.001 else "<0.001",
+            str(row.better),
+            str(row.worse),
+            f"{row.tokens.mean:+.0f}",
+        )
+    return table

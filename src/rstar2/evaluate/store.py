@@ -1,0 +1,258 @@
+"""The directory of one evaluation: what was asked, every answer as soon as it is there, results.
+
+    evals/NAME/
+      settings.json          what was asked; never changes but for the number of samples
+      environment.json       versions, machine, command
+      problems/<set>.jsonl   the problems, as they were read
+      answers/<set>.jsonl    one line per graded answer, append-only, in the order they ended
+      results.json           the figures (types: evaluate.scores.Score)
+      report.html
+      .lock                  held by the process that writes here
+
+Invariants
+- An answer is on record once: its line is handed to the system when it is complete, and (problem,
+  sample) that have one are never generated again. kill -9 loses only rollouts that had not ended.
+- Settings, problems and weights of a directory are those of all of its answers: another model or
+  another version of a set is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from rstar2 import environment
+from rstar2.errors import InvariantError, UserError
+from rstar2.evaluate.benchmarks import Benchmark
+from rstar2.evaluate.scores import Answer, Score
+from rstar2.record import flatten
+from rstar2.record.files import JsonLines, RunLock, cut_torn_line, write_aside
+from rstar2.record.read import read_lines
+from rstar2.types import Problem, Turn, decode, encode
+
+FORMAT = 1
+SETTINGS, RESULTS = "settings.json", "results.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All that an answer depends on."""
+
+    model: str
+    weights: str
+    """Fingerprint of the weights; of an endpoint, its name for the model."""
+    engine: str
+    benchmarks: Mapping[str, str]
+    """Digest of the problems, by name."""
+    samples: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_length: int
+    max_turns: int
+    seed: int
+    stream: str = ""
+    """Name under which seeds are derived; empty: that of the benchmark."""
+    template: Mapping[str, Any] = field(default_factory=dict)
+    agent: Mapping[str, Any] = field(default_factory=dict)
+    tool: Mapping[str, Any] = field(default_factory=dict)
+    """Limits of a call."""
+    format: int = FORMAT
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What results.json holds."""
+
+    settings: Settings
+    scores: Mapping[str, Score]
+    complete: bool
+    rescored: bool = False
+
+
+class EvalDirectory:
+    """The one writer of an evaluation's directory; a context manager."""
+
+    def __init__(self, path: Path, settings: Settings, lock: RunLock) -> None:
+        self.path, self.settings, self._lock = path, settings, lock
+        self._files: dict[str, JsonLines] = {}
+        self._done: dict[str, set[tuple[str, int]]] = {}
+
+    @classmethod
+    def open(cls, path: Path, settings: Settings, benchmarks: Iterable[Benchmark]) -> Self:
+        """Make a directory, or go on with one that was made for the same question."""
+        _refuse_foreign(path)
+        path.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(path / ".lock")
+        try:
+            if (path / SETTINGS).exists():
+                _check_same(path, settings)
+            else:
+                for benchmark in benchmarks:
+                    _write_problems(path, benchmark)
+                write_aside(path / "environment.json", encode(environment.describe()))
+            write_aside(path / SETTINGS, encode(settings))
+        except BaseException:
+            lock.release()
+            raise
+        return cls(path, settings, lock)
+
+    def done(self, benchmark: str) -> set[tuple[str, int]]:
+        """(problem, sample) that have an answer."""
+        if benchmark not in self._done:
+            file = answers_file(self.path, benchmark)
+            if file.exists():
+                cut_torn_line(file)
+            keys = [(line.problem_id, line.sample) for line in read_lines(file, _Key)]
+            self._done[benchmark] = set(keys)
+            if len(keys) != len(self._done[benchmark]):
+                raise InvariantError(f"{file}: an answer is there twice")
+        return self._done[benchmark]
+
+    def add(self, answer: Answer) -> None:
+        """Put a graded answer on record, out of reach of a kill."""
+        key, done = (answer.problem_id, answer.sample), self.done(answer.benchmark)
+        if key in done:
+            raise InvariantError(f"{answer.benchmark}: {key} was answered twice")
+        if answer.trajectory.reward is None:
+            raise InvariantError(f"{answer.benchmark}: {key} has no verdict")
+        file = self._files.get(answer.benchmark)
+        if file is None:
+            file = JsonLines(answers_file(self.path, answer.benchmark))
+            self._files[answer.benchmark] = file
+        file.append(_slim(answer))
+        file.flush()
+        done.add(key)
+
+    def finish(self, scores: Mapping[str, Score], *, rescored: bool = False) -> Results:
+        """Write the results."""
+        complete = all(score.missing == 0 for score in scores.values())
+        results = Results(self.settings, scores, complete, rescored)
+        write_aside(self.path / RESULTS, encode(results))
+        return results
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Key(msgspec.Struct):
+    problem_id: str
+    sample: int
+
+
+def _slim(answer: Answer) -> Answer:
+    """Without what only training needs: at 30,000 tokens an answer it would be most of the file."""
+    turns = tuple(_bare(turn) for turn in answer.trajectory.turns)
+    return replace(answer, trajectory=replace(answer.trajectory, turns=turns))
+
+
+def _bare(turn: Turn) -> Turn:
+    return replace(turn, logprobs=(), entropies=None)
+
+
+# --------------------------------------------------------------------------- reading
+
+
+def answers_file(path: Path, benchmark: str) -> Path:
+    """Where the answers to one benchmark are."""
+    return path / "answers" / f"{benchmark}.jsonl"
+
+
+def read_answers(path: Path, benchmark: str) -> Iterator[Answer]:
+    """The answers on record, one at a time."""
+    return read_lines(answers_file(path, benchmark), Answer)
+
+
+def read_settings(path: Path) -> Settings:
+    """What an evaluation was asked for."""
+    try:
+        return decode((path / SETTINGS).read_bytes(), Settings)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UserError(f"{path} is not the directory of an evaluation: {error}") from error
+
+
+def read_results(path: Path) -> Results:
+    """The figures of an evaluation, from its directory or its results.json."""
+    file = path / RESULTS if path.is_dir() else path
+    try:
+        return decode(file.read_bytes(), Results)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UserError(f"{path} holds no results of an evaluation: {error}") from error
+
+
+def read_problems(path: Path, benchmark: str) -> tuple[Problem, ...]:
+    """The problems of a benchmark as they were when it was answered."""
+    found = tuple(read_lines(path / "problems" / f"{benchmark}.jsonl", Problem))
+    if not found:
+        raise UserError(f"{path} has no problems of {benchmark!r}")
+    return found
+
+
+def elapsed(path: Path, benchmark: str) -> float:
+    """Seconds in which at least one rollout ran; pauses between two runs are out."""
+    spans = sorted(
+        (t.started_at, t.started_at + t.wall_s)
+        for t in (answer.trajectory for answer in read_answers(path, benchmark))
+    )
+    total, end = 0.0, 0.0
+    for start, stop in spans:
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+# --------------------------------------------------------------------------- opening
+
+
+def _refuse_foreign(path: Path) -> None:
+    if path.is_dir() and not (path / SETTINGS).exists():
+        foreign = sorted(p.name for p in path.iterdir() if p.name not in (".lock", "problems"))
+        foreign = [name for name in foreign if not name.endswith((".new", "environment.json"))]
+        if foreign:
+            raise UserError(
+                f"{path} is not empty and no evaluation (it holds {foreign[0]}): use another --out"
+            )
+    elif path.exists() and not path.is_dir():
+        raise UserError(f"--out {path} is a file")
+
+
+def _write_problems(path: Path, benchmark: Benchmark) -> None:
+    folder = path / "problems"
+    folder.mkdir(exist_ok=True)
+    lines = b"".join(encode(problem) + b"\n" for problem in benchmark.problems)
+    write_aside(folder / f"{benchmark.name}.jsonl", lines)
+
+
+def _check_same(path: Path, settings: Settings) -> None:
+    """Refuse another question in the same directory, naming what changed."""
+    before = flatten(msgspec.to_builtins(read_settings(path)))
+    after = flatten(msgspec.to_builtins(settings))
+    changed = [
+        f"  {key}: {before.get(key, '-')} -> {after.get(key, '-')}"
+        for key in dict.fromkeys([*before, *after])
+        if before.get(key) != after.get(key) and key != "samples"
+    ]
+    if changed:
+        raise UserError(
+            f"{path} holds answers to another question:\n"
+            + "\n".join(changed[:8])
+            + "\nput the old values back to go on with it, or use another --out"
+        )
