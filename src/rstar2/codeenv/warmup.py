@@ -5,9 +5,14 @@ printing, failing), so that a forked child finds caches filled and pages in plac
 program that a benchmark runs. Flavours keep rarely used weight out of the common path, because
 every mapping makes each fork slower:
 
-    base     NumPy, SymPy, mpmath and the usual standard library
-    scipy    base + SciPy and NumPy's random numbers, for programs that mention them
+    plain    the usual standard library
+    numpy    plain + NumPy
+    base     numpy + SymPy and mpmath
+    scipy    base + SciPy and NumPy's random numbers
     verify   base + the trusted functions of verify.FUNCTIONS, no program ever runs there
+
+A program goes to the lightest flavour that has what it mentions. One that hides an import (by a
+computed name) still finds the module, and pays for importing it.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ import io
 
 from rstar2.codeenv.syscalls import words
 
-FLAVOURS = ("base", "scipy", "verify")
+FLAVOURS = ("plain", "numpy", "base", "scipy", "verify")
 
 _STANDARD = words(
     """
@@ -29,17 +34,36 @@ statistics string struct sys tempfile textwrap threading time traceback types ty
 warnings zlib
 """
 )
-_SCIPY = words(
-    """
-numpy.random scipy scipy.linalg scipy.special scipy.optimize scipy.integrate scipy.stats
-"""
-)
+_BUILT_ON = {"numpy": "plain", "base": "numpy", "scipy": "base", "verify": "base"}
+_ADDS = {
+    "plain": _STANDARD,
+    "numpy": ("numpy", "numpy.linalg"),
+    "base": ("mpmath", "sympy"),
+    "scipy": words(
+        "numpy.random scipy scipy.linalg scipy.special scipy.optimize scipy.integrate scipy.stats"
+    ),
+    "verify": (),
+}
 
 _PROGRAMS = {
-    "base": (
+    "plain": (
         "print('hello', 7 * 6)",
         "total = 0\nfor i in range(1000):\n    total += i * i % 7\n"
         "print(f'{total:>8} {total / 3:.4f}')",
+        "import math, itertools, collections, fractions\n"
+        "print(math.comb(10, 4), collections.Counter('abca'), fractions.Fraction(3, 9))\n"
+        "print(sum(1 for p in itertools.permutations(range(5)) if p[0] < p[-1]))",
+        "int('seven')",
+        "[1, 2][5]",
+        "print('unfinished'",
+        "2 ** 100",
+    ),
+    "numpy": (
+        "import numpy as np\na = np.arange(16.0).reshape(4, 4) + np.eye(4)\n"
+        "print(np.linalg.det(a), np.linalg.solve(a, np.ones(4)), np.linalg.eigvals(a))\n"
+        "print((a @ a).sum(axis=0), a.mean(), np.sort(a.ravel())[:3])",
+    ),
+    "base": (
         "from sympy import symbols, solve, simplify, expand, factor, Rational\n"
         "x = symbols('x')\nprint(solve(2*x**2 + x - 15, x), solve([x + 3], [x]))\n"
         "print(expand((x + 1)**3), factor(x**2 - 1), simplify((x**2 - 1)/(x - 1)))\n"
@@ -48,16 +72,6 @@ _PROGRAMS = {
         "print(sp.factorint(360), sp.isprime(97), sp.gcd(12, 18), sp.binomial(10, 3))\n"
         "print(sp.summation(k, (k, 1, n)), sp.sqrt(8), sp.N(sp.pi, 20))\n"
         "print(sp.diff(sp.sin(n)**2, n), sp.integrate(n**2, n), sp.Matrix([[1, 2], [3, 4]]).det())",
-        "import numpy as np\na = np.arange(16.0).reshape(4, 4) + np.eye(4)\n"
-        "print(np.linalg.det(a), np.linalg.solve(a, np.ones(4)), np.linalg.eigvals(a))\n"
-        "print((a @ a).sum(axis=0), a.mean(), np.sort(a.ravel())[:3])",
-        "import math, itertools, collections, fractions\n"
-        "print(math.comb(10, 4), collections.Counter('abca'), fractions.Fraction(3, 9))\n"
-        "print(sum(1 for p in itertools.permutations(range(5)) if p[0] < p[-1]))",
-        "int('seven')",
-        "[1, 2][5]",
-        "print('unfinished'",
-        "2 ** 100",
     ),
     "scipy": (
         "import numpy as np\nfrom scipy import optimize, integrate, linalg, stats, special\n"
@@ -69,16 +83,26 @@ _PROGRAMS = {
 
 
 def flavour_for(code: bytes) -> str:
-    """The flavour that serves a program best; any flavour serves it correctly."""
-    heavy = b"scipy" in code or (b"random" in code and (b"numpy" in code or b"np." in code))
-    return "scipy" if heavy else "base"
+    """The lightest flavour that has what a program mentions; any flavour serves it correctly."""
+    if b"scipy" in code or (b"random" in code and (b"numpy" in code or b"np." in code)):
+        return "scipy"
+    if b"sympy" in code or b"mpmath" in code:
+        return "base"
+    return "numpy" if b"numpy" in code else "plain"
+
+
+def _layers(flavour: str) -> list[str]:
+    """A flavour and what it is built on, lightest first."""
+    layers = [flavour]
+    while layers[0] in _BUILT_ON:
+        layers.insert(0, _BUILT_ON[layers[0]])
+    return layers
 
 
 def import_modules(flavour: str) -> list[str]:
     """Import the flavour's modules; returns those that are not installed."""
-    names = [*_STANDARD, "numpy", "numpy.linalg", "mpmath", "sympy"]
     missing = []
-    for name in (*names, *(_SCIPY if flavour == "scipy" else ())):
+    for name in (name for layer in _layers(flavour) for name in _ADDS[layer]):
         try:
             importlib.import_module(name)
         except ImportError:
@@ -90,7 +114,7 @@ def run_programs(flavour: str, rounds: int = 2) -> None:
     """Run the representative programs in this process, their output thrown away."""
     from rstar2.codeenv import runner
 
-    programs = _PROGRAMS["base"] + (_PROGRAMS[flavour] if flavour != "base" else ())
+    programs = [program for layer in _layers(flavour) for program in _PROGRAMS[layer]]
     for _ in range(rounds):
         for program in programs:
             with contextlib.redirect_stdout(io.StringIO()):

@@ -26,8 +26,8 @@ OVERHEAD_MB = 192
 """Memory of the worker itself in its control group, beside what its calls may use."""
 _UID_FIRST, _UIDS = 50_000, 10_000
 """Uids for workers when the service is root; services start at different ones."""
-_PER_SLOT = 3
-"""Workers kept per slot, of all kinds together."""
+_PER_SLOT = 5
+"""Workers kept per slot, of all kinds together: one of each flavour."""
 
 Key = tuple[str, int, int, int]
 
@@ -61,15 +61,15 @@ class Stock:
         self._tree = cgroups.Tree(cgroups.hierarchies())
 
     def start_others(self) -> None:
-        """Warm up the rarer flavours meanwhile; calls that need one early wait or do without."""
-        for flavour in ("verify", "scipy"):
-            task = asyncio.create_task(self._started(flavour))
-            self._background.add(task)
-            task.add_done_callback(self._background.discard)
+        """Warm up the other flavours meanwhile; calls that need one early wait or do without."""
+        task = asyncio.create_task(self._start_each("plain", "numpy", "verify", "scipy"))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
-    async def _started(self, flavour: str) -> None:
-        with contextlib.suppress(CodeEnvError, DeadlineError):
-            await self.zygote(flavour)  # if it cannot start now, it is tried again when needed
+    async def _start_each(self, *flavours: str) -> None:
+        for flavour in flavours:
+            with contextlib.suppress(CodeEnvError, DeadlineError):
+                await self.zygote(flavour)  # if it cannot start now, it is tried again when needed
 
     async def close(self) -> None:
         """End every process and remove every trace."""
