@@ -1,22 +1,26 @@
-"""`rstar2 data`: public data sets to problems and conversations that rstar2 trains on."""
+"""`rstar2 data`: public data sets to problems and conversations that rstar2 trains on.
+
+`problems` cleans, `agree` and `difficulty` ask a model (`data_answers`), `sft` converts
+conversations (`data_sft`). All of them write a data card beside what they made.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from rstar2.cli.data_answers import agree, difficulty
+from rstar2.cli.data_sft import sft
+from rstar2.cli.data_sources import SOURCES_HELP, bar, evaluation_sets, named_source, show_card
 from rstar2.errors import UserError
 
 if TYPE_CHECKING:
+    from rstar2.problems.card import Card
     from rstar2.problems.clean import Step
-    from rstar2.problems.prepare import Card, Source
-    from rstar2.types import Problem
+    from rstar2.problems.prepare import Source
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Prepare training data.")
 
@@ -28,93 +32,77 @@ def root() -> None:
 
 @app.command()
 def problems(
-    sources: Annotated[
-        list[str],
-        typer.Argument(help="[NAME=]FILE or [NAME=]hub:ID[@REVISION][:SPLIT]; read by its fields"),
-    ],
+    sources: Annotated[list[str], typer.Argument(help=SOURCES_HELP)],
     out: Annotated[Path, typer.Option(help="directory to make")],
     against: Annotated[
         list[str] | None, typer.Option(help="evaluation set to decontaminate against (repeatable)")
     ] = None,
     integers: Annotated[bool, typer.Option(help="keep integer answers only, as the paper")] = True,
+    digits: Annotated[int, typer.Option(min=1, help="longest integer answer")] = 12,
     verify: Annotated[
         bool, typer.Option(help="ask the grader, in the code environment, to accept every gold")
     ] = True,
     prompt_field: Annotated[str | None, typer.Option(help="map a data set no reader knows")] = None,
     answer_field: Annotated[str | None, typer.Option(help="its answer field")] = None,
+    kind_field: Annotated[str | None, typer.Option(help="its kind, if it has one")] = None,
     json: Annotated[bool, typer.Option("--json", help="print the data card as JSON")] = False,
 ) -> None:
     """Clean data sets into RL problems and write a data card.
 
     \b
-    rstar2 data problems gsm8k/train.jsonl math.jsonl --out problems \\
-        --against aime24.jsonl --against math500.jsonl
+    rstar2 data problems gsm8k/train.jsonl dapo:hub:BytedTsinghua-SIA/DAPO-Math-17k \\
+        --out problems --against aime24.jsonl --against math500.jsonl
     """
-    from rstar2.problems.sources import mapped
-    from rstar2.types import encode
+    from rstar2.problems.prepare import PROBLEMS
 
-    if (prompt_field is None) != (answer_field is None):
-        raise UserError("--prompt-field and --answer-field go together")
-    reader = None
-    if prompt_field is not None and answer_field is not None:
-        reader = mapped({"prompt": prompt_field, "answer": answer_field})
-    listed = [_source(text, reader) for text in sources]
-    steps = _steps(integers, [_source(text, None) for text in against or []])
+    fields = {"prompt": prompt_field, "answer": answer_field, "kind": kind_field}
+    listed = _sources(sources, {name: field for name, field in fields.items() if field})
+    steps = _steps(integers, digits, against or [])
     card = asyncio.run(_prepare(listed, steps, out, verify))
-    if json:
-        typer.echo(encode(card).decode())
-    else:
-        typer.echo(card.markdown())
-    Console(stderr=True).print(f"[green]{card.kept}[/] problems in {out / 'problems.jsonl'}")
+    show_card(card, out / PROBLEMS, as_json=json)
 
 
-def _source(text: str, reader: object) -> Source:
+def _sources(texts: list[str], fields: dict[str, str]) -> list[Source]:
+    """A field map is for the sources that name no reader."""
     from rstar2.problems.prepare import Source
+    from rstar2.problems.sources import READERS, mapped
 
-    name, mark, path = text.partition("=")
-    if not mark:
-        name, path = Path(text.split("@")[0]).name.split(".")[0], text
-        if name in ("train", "test") and (parent := Path(text).parent.name):
-            name = f"{parent}-{name}"
-    return Source(path, name, reader)  # type: ignore[arg-type]
+    if fields and not {"prompt", "answer"} <= fields.keys():
+        raise UserError("--prompt-field and --answer-field go together")
+    map_reader = mapped(fields) if fields else None
+    found = []
+    for text in texts:
+        name, where, reader = named_source(text, READERS)
+        found.append(Source(where, name, reader or map_reader))
+    return found
 
 
-def _steps(integers: bool, against: list[Source]) -> list[Step]:
+def _steps(integers: bool, digits: int, against: list[str]) -> list[Step]:
     from rstar2.problems import clean
 
     steps: list[Step] = [clean.WellFormed()]
     if integers:
         steps.append(clean.IntegerAnswers())
-    steps += [clean.NotGiant(), clean.GoldsReadable(), clean.Unique()]
+    steps += [clean.NotGiant(digits), clean.GoldsReadable(), clean.Unique()]
     if against:
-        steps.append(clean.Decontaminated.against(_protected(against)))
+        steps.append(clean.Decontaminated.against(evaluation_sets(against)))
     return steps
-
-
-def _protected(sources: list[Source]) -> Iterator[Problem]:
-    """Evaluation problems; a row that cannot be read would go unprotected, so it is an error."""
-    from rstar2.problems.prepare import Dropped, read_problems
-
-    for source in sources:
-        for where, found in read_problems(source):
-            if isinstance(found, Dropped):
-                raise UserError(f"evaluation set {where}: {found.reason}")
-            yield found
 
 
 async def _prepare(sources: list[Source], steps: list[Step], out: Path, verify: bool) -> Card:
     from rstar2.codeenv.client import CodeEnvClient
     from rstar2.config import CodeEnvConfig
+    from rstar2.problems.card import check_new
     from rstar2.problems.prepare import prepare
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("reading")
-
-        def show(rows: int, kept: int) -> None:
-            bar.update(task, description=f"{rows:,} rows read, {kept:,} problems kept")
-
+    check_new(out)
+    with bar("problems") as show:
         if not verify:
             return await prepare(sources, steps, out, progress=show)
         async with await CodeEnvClient.start(CodeEnvConfig()) as client:
             return await prepare(sources, steps, out, verifier=client, progress=show)
+
+
+app.command()(agree)
+app.command()(difficulty)
+app.command()(sft)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rstar2.errors import DataError
-from rstar2.problems.overlap import Contamination, Duplicates, Names
+from rstar2.problems.overlap import Contamination, Duplicates, Names, words
 from rstar2.reward.grade import check_gold
 from rstar2.types import Problem
 
@@ -31,8 +31,12 @@ class Step(Protocol):
 
 _INTEGER = re.compile(r"[+-]?\d+")
 _UNVERIFIABLE = re.compile(
-    r"\b(?:prove|show that|justify|sketch|draw|explain why)\b", re.IGNORECASE
+    r"(?:^|[.!?]\s+)(?:prove|justify|sketch|draw|explain)\b|\b(?:prove that|justify your)\b"
+    r"|\bexplain (?:why|how|your)\b|(?:^|[.!?,:;]\s+|\bto )show that\b"
+    r"|\b(?:sketch|draw) (?:the|a) (?:graph|diagram|figure|picture)\b",
+    re.IGNORECASE,
 )
+"""Asked for, not told of: a TV show that runs for 2 hours and a child who draws are fine."""
 _ELSEWHERE = re.compile(
     r"\[asy\]|!\[|<img|\b(?:figure|diagram|picture|graph) (?:below|above|shown)", re.IGNORECASE
 )
@@ -59,7 +63,8 @@ class WellFormed:
     min_words: int = 3
 
     def drop(self, problem: Problem) -> str | None:
-        if len(problem.prompt.split()) < self.min_words:
+        few = len(problem.prompt.split()) < self.min_words
+        if few and len(words(problem.prompt)) < self.min_words:  # $1+2i$ is many words
             return f"prompt has fewer than {self.min_words} words"
         if "\ufffd" in problem.prompt:
             return "prompt has undecodable characters"

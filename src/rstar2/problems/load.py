@@ -16,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from rstar2.errors import DataError
+from rstar2.problems.overlap import HashTable, text_hash
 from rstar2.seeds import derive_seed
 from rstar2.types import Problem
 
@@ -52,26 +53,24 @@ def load_problems(
 
 
 def read_jsonl(path: Path) -> Iterator[Problem]:
-    """Read a JSONL file of problems; ids must be unique."""
+    """Stream a JSONL file of problems; ids must be unique."""
     try:
-        data = path.read_bytes()
+        file = path.open("rb")
     except OSError as error:
         raise DataError(
             f"problems {str(path)!r} cannot be read: {error.strerror} "
             f"(give {ARITHMETIC!r} or the path of a JSONL file)"
         ) from error
-    seen: dict[str, int] = {}
-    for number, line in enumerate(data.splitlines(), start=1):
-        if not line.strip():
-            continue
-        problem = _parse(line, f"{path}:{number}", number)
-        if problem.id in seen:
-            raise DataError(
-                f"{path}:{number}: id {problem.id!r} is already on line {seen[problem.id]}"
-            )
-        seen[problem.id] = number
-        yield problem
-    if not seen:
+    seen = HashTable()
+    with file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            problem = _parse(line, f"{path}:{number}", number)
+            if (first := seen.first(text_hash(problem.id), number)) != number:
+                raise DataError(f"{path}:{number}: id {problem.id!r} is already on line {first}")
+            yield problem
+    if not len(seen):
         raise DataError(f"{path}: holds no problem")
 
 

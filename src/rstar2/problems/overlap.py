@@ -54,9 +54,12 @@ def _hash(data: bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
-@lru_cache(maxsize=1 << 16)
-def _word_hash(word: str) -> int:
-    return _hash(word.encode())
+def text_hash(text: str) -> int:
+    """64 bits of a text, the same in every process."""
+    return _hash(text.encode("utf-8", "surrogatepass"))
+
+
+_word_hash = lru_cache(maxsize=1 << 16)(text_hash)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,9 @@ class HashTable:
         self._keys[place], self._rows[place] = key, row
         self._count += 1
         return row
+
+    def __len__(self) -> int:
+        return self._count
 
     def _resize(self, size: int) -> None:
         self._keys = array("Q", bytes(8 * size))

@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rstar2.errors import DataError, UserError
+from rstar2.errors import DataError
 from rstar2.problems.card import DROPPED, Bin, Card, Dropped, StepCount, output_directory
 from rstar2.problems.clean import Step
-from rstar2.problems.rows import BadRow, Row, read_rows
+from rstar2.problems.rows import BadRow, known_rows, shown
 from rstar2.problems.sources import READERS, Malformed, Reader, recognise, to_problem
 from rstar2.reward.grade import Verifier, rejected_golds
 from rstar2.types import Problem, encode
@@ -23,8 +23,6 @@ from rstar2.types import Problem, encode
 __all__ = ["Card", "Dropped", "Source", "prepare", "read_problems"]
 
 CHUNK = 512
-UNKNOWN_ROWS = 20
-"""So many rows in a row that no reader knows are another data set, not broken rows."""
 PROBLEMS = "problems.jsonl"
 READ = "read"
 ACCEPTED = "golds accepted by their grader"
@@ -44,42 +42,16 @@ class Source:
 
 
 def read_problems(source: Source) -> Iterator[tuple[str, Problem | Dropped]]:
-    """Stream a source as problems; rows that are none come as `Dropped` of the step `read`.
-
-    Without a reader the first row that one knows decides; if none knows the first rows, that is
-    an error and not a file full of dropped rows.
-    """
-    reader = source.reader
-    rows, unknown = 0, []
-    for row in read_rows(source.path):
-        rows += 1
-        if isinstance(row, BadRow):
-            yield row.where, Dropped(READ, row.reason, row.where, row.text)
+    """Stream a source as problems; rows that are none come as `Dropped` of the step `read`."""
+    for found in known_rows(source.path, source.reader, lambda row: READERS[recognise(row)]):
+        if isinstance(found, BadRow):
+            yield found.where, Dropped(READ, found.reason, found.where, found.text)
             continue
-        if reader is None:
-            try:
-                reader = READERS[recognise(row.fields)]
-            except UserError as error:
-                unknown.append((row, error))
-                if len(unknown) == UNKNOWN_ROWS:
-                    break
-                continue
-            yield from ((early.where, _unread(early, str(error))) for early, error in unknown)
-            unknown = []
+        row, reader = found
         try:
             yield row.where, to_problem(row, reader, source.name)
         except Malformed as error:
-            yield row.where, _unread(row, str(error))
-    if unknown:
-        first, error = unknown[0]
-        raise UserError(f"{first.where}: {error}") from error
-    if not rows:
-        raise DataError(f"{source.path}: holds no row")
-
-
-def _unread(row: Row, reason: str) -> Dropped:
-    shown = encode({str(k): v for k, v in row.fields.items()})[:500].decode("utf-8", "replace")
-    return Dropped(READ, reason, row.where, shown)
+            yield row.where, Dropped(READ, str(error), row.where, shown(row))
 
 
 async def prepare(

@@ -20,18 +20,22 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import msgspec
 
-from rstar2.errors import DataError
+from rstar2.errors import DataError, UserError
+
+T = TypeVar("T")
 
 HUB = "hub:"
 FILES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 BATCH_ROWS = 256
+UNKNOWN_ROWS = 20
+"""So many first rows that nothing recognises are another data set, not broken rows."""
 PIECE = 1 << 20
 """Characters of a JSON array that are read at once."""
 
@@ -87,6 +91,46 @@ def read_rows(source: str) -> Iterator[Row | BadRow]:
         yield from _read_parquet(path)
     else:
         yield from _read_json(path)
+
+
+def known_rows(
+    source: str, known: T | None, recognise: Callable[[Mapping[str, Any]], T]
+) -> Iterator[tuple[Row, T] | BadRow]:
+    """The rows with what reads them: `known`, or what `recognise` says of the first row it knows.
+
+    Broken rows come as `BadRow`. If the first rows are all unknown, that is another data set and
+    not a file of broken rows: a UserError. So is, as a DataError, a source without a row.
+    """
+    count = 0
+    unknown: list[tuple[Row, UserError]] = []
+    for row in read_rows(source):
+        count += 1
+        if isinstance(row, BadRow):
+            yield row
+            continue
+        if known is None:
+            try:
+                known = recognise(row.fields)
+            except UserError as error:
+                unknown.append((row, error))
+                if len(unknown) == UNKNOWN_ROWS:
+                    break
+                continue
+            for early, why in unknown:
+                yield BadRow(early.where, early.number, str(why), shown(early))
+            unknown = []
+        yield row, known
+    if unknown:
+        first, why = unknown[0]
+        raise UserError(f"{first.where}: {why}") from why
+    if not count:
+        raise DataError(f"{source}: holds no row")
+
+
+def shown(row: Row, limit: int = 1000) -> str:
+    """The beginning of a row, as JSON, for people."""
+    fields = {str(name): value for name, value in row.fields.items()}
+    return json.dumps(fields, ensure_ascii=False, default=str)[:limit]
 
 
 def parse_hub(source: str) -> HubName:

@@ -1,0 +1,247 @@
+"""`rstar2 data agree` and `rstar2 data difficulty`: filters that ask a model, resumable.
+
+Both draw answers by the agent loop of training and evaluation: from a local model (embedded
+engine), or from any OpenAI-compatible endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rstar2.cli.data_sources import bar, show_card
+from rstar2.errors import UserError
+
+if TYPE_CHECKING:
+    from rstar2.evaluate.sweep import Answerer
+    from rstar2.problems.answers import Ask, Rule, Verdict
+    from rstar2.problems.card import Card
+    from rstar2.rollout.groups import Limits
+    from rstar2.types import Problem
+
+Problems = Annotated[Path, typer.Argument(help="problems.jsonl, or the directory that holds it")]
+Out = Annotated[Path, typer.Option(help="directory to make, or to go on with")]
+Model = Annotated[
+    Path | None, typer.Option(help="a transformers directory, or a run directory of rstar2")
+]
+Url = Annotated[str | None, typer.Option(help="an OpenAI-compatible endpoint instead of --model")]
+Served = Annotated[str | None, typer.Option("--served-model", help="which of the endpoint's")]
+Key = Annotated[
+    str | None, typer.Option(envvar="OPENAI_API_KEY", help="for the endpoint", show_envvar=True)
+]
+Only = Annotated[
+    list[str] | None, typer.Option(help="ask about this source only (repeatable); others stay")
+]
+Tools = Annotated[bool, typer.Option(help="offer the Python tool, as in training")]
+Temperature = Annotated[float, typer.Option(min=0.0)]
+MaxLength = Annotated[int, typer.Option(min=16, help="tokens of one answer, as in a recipe")]
+Turns = Annotated[int, typer.Option(min=1, help="assistant turns of one answer")]
+Concurrency = Annotated[int, typer.Option(min=1, help="problems asked about at once")]
+AllSamples = Annotated[
+    bool, typer.Option("--all-samples", help="take all samples even where the verdict is settled")
+]
+DropUndecided = Annotated[
+    bool, typer.Option("--drop-undecided", help="drop problems whose answers were lost")
+]
+Seed = Annotated[int, typer.Option(help="of sampling")]
+AsJson = Annotated[bool, typer.Option("--json", help="print the data card as JSON")]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Who is asked, and how."""
+
+    model: Path | None
+    url: str | None
+    served_model: str | None
+    api_key: str | None
+    tools: bool
+    temperature: float
+    max_length: int
+    max_turns: int
+    concurrency: int
+
+    def describe(self) -> dict[str, Any]:
+        """What an answer depends on; the key and how many are asked at once are none of it."""
+        return {
+            "model": self.served_model or self.url or _identity(self.model),
+            "tools": self.tools,
+            "temperature": self.temperature,
+            "max_length": self.max_length,
+            "max_turns": self.max_turns,
+        }
+
+
+def agree(
+    problems: Problems,
+    out: Out,
+    matches: Annotated[int, typer.Option(min=1, help="answers that must equal the label")] = 2,
+    samples: Annotated[int, typer.Option(min=1, max=64, help="of so many")] = 16,
+    model: Model = None,
+    url: Url = None,
+    served_model: Served = None,
+    api_key: Key = None,
+    only: Only = None,
+    tools: Tools = False,
+    temperature: Temperature = 0.6,
+    max_length: MaxLength = 8192,
+    max_turns: Turns = 10,
+    concurrency: Concurrency = 64,
+    all_samples: AllSamples = False,
+    drop_undecided: DropUndecided = False,
+    seed: Seed = 0,
+    json: AsJson = False,
+) -> None:
+    """Keep the problems whose label a reference model confirms.
+
+    \b
+    rstar2 data agree problems --only openmathreasoning --url http://host:8000/v1 --out agreed
+    """
+    from rstar2.problems.answers import Agreement
+
+    if matches > samples:
+        raise UserError(f"--matches {matches} is more than --samples {samples}")
+    asked = Asked(
+        model, url, served_model, api_key, tools, temperature, max_length, max_turns, concurrency
+    )
+    card = _filter(
+        problems, out, Agreement(matches, samples), asked, only, seed, all_samples, drop_undecided
+    )
+    show_card(card, out / "problems.jsonl", as_json=json)
+
+
+def difficulty(
+    problems: Problems,
+    out: Out,
+    samples: Annotated[int, typer.Option(min=1, max=64, help="answers to each problem")] = 8,
+    model: Model = None,
+    url: Url = None,
+    served_model: Served = None,
+    api_key: Key = None,
+    only: Only = None,
+    tools: Tools = True,
+    temperature: Temperature = 1.0,
+    max_length: MaxLength = 12288,
+    max_turns: Turns = 15,
+    concurrency: Concurrency = 64,
+    all_samples: AllSamples = False,
+    drop_undecided: DropUndecided = False,
+    seed: Seed = 0,
+    json: AsJson = False,
+) -> None:
+    """Drop the problems that the current policy always solves; never solved ones stay.
+
+    \b
+    rstar2 data difficulty problems --model RUN --out hard
+    """
+    from rstar2.problems.answers import NotAlwaysSolved
+
+    asked = Asked(
+        model, url, served_model, api_key, tools, temperature, max_length, max_turns, concurrency
+    )
+    card = _filter(
+        problems, out, NotAlwaysSolved(samples), asked, only, seed, all_samples, drop_undecided
+    )
+    show_card(card, out / "problems.jsonl", as_json=json)
+
+
+def _filter(
+    problems: Path,
+    out: Path,
+    rule: Rule,
+    asked: Asked,
+    only: list[str] | None,
+    seed: int,
+    all_samples: bool,
+    drop_undecided: bool,
+) -> Card:
+    from rstar2.problems.answers import Asking, Question
+
+    if (asked.model is None) == (asked.url is None):
+        raise UserError("give either --model DIR or --url URL")
+    source = problems / "problems.jsonl" if problems.is_dir() else problems
+    question = Question(rule, asked.describe(), seed, tuple(only or ()), all_samples)
+    asking = Asking(source, out, question)
+
+    async def run() -> None:
+        with bar("answers") as show:
+            async with _opened(asked) as ask:
+                await asking.ask(ask, concurrency=asked.concurrency, progress=show)
+
+    try:
+        asyncio.run(run())
+        return asking.finish(drop_undecided=drop_undecided)
+    finally:
+        asking.close()
+
+
+# --------------------------------------------------------------------------- who answers
+
+
+@asynccontextmanager
+async def _opened(asked: Asked) -> AsyncIterator[Ask]:
+    """Start what answers, and the code environment that runs tools and grades."""
+    from rstar2.config import SamplingConfig, TemplateConfig
+    from rstar2.evaluate.session import Endpoint, load_template, open_endpoint, open_fleet
+    from rstar2.rollout.groups import Limits
+
+    limits = Limits(
+        SamplingConfig(temperature=asked.temperature), asked.max_length, asked.max_turns
+    )
+    plain = None if asked.tools else TemplateConfig(system="none", instruction="paper")
+    if asked.url is not None:
+        endpoint = Endpoint(asked.url, asked.served_model, asked.api_key)
+        recipe = _recipe(asked, asked.max_length)
+        async with open_endpoint(recipe, endpoint, plain or TemplateConfig()) as answerer:
+            yield _asker(answerer, limits)
+        return
+    from rstar2.cli.chat import longest, model_directory
+
+    assert asked.model is not None
+    directory = model_directory(asked.model)
+    length = longest(directory, asked.max_length)
+    limits = Limits(limits.sampling, length, asked.max_turns)
+    recipe = _recipe(asked, length)
+    template = load_template(directory, plain)
+    async with open_fleet(recipe, recipe.scheduler, directory, template) as answerer:
+        yield _asker(answerer, limits)
+
+
+def _recipe(asked: Asked, length: int) -> Any:
+    from rstar2.config import EngineConfig, ModelConfig, Recipe
+
+    kv_tokens = max(65_536, length + 64)
+    return Recipe(
+        name="data",
+        model=ModelConfig(max_length=length),
+        engine=EngineConfig(kv_tokens=kv_tokens, max_sequences=min(256, asked.concurrency)),
+    )
+
+
+def _asker(answerer: Answerer, limits: Limits) -> Ask:
+    from rstar2.evaluate.sweep import Task
+    from rstar2.problems.answers import Verdict as Made
+
+    async def ask(problem: Problem, sample: int, seed: int) -> Verdict:
+        task = Task("data", problem, f"data/{problem.id}", sample, seed)
+        trajectory, _ = await answerer.answer(task, limits)
+        return Made(trajectory.correct, trajectory.answer, trajectory.failure)
+
+    return ask
+
+
+def _identity(model: Path | None) -> str:
+    """The weights that a path stands for; a run's newest export may change."""
+    from rstar2.cli.chat import model_directory
+    from rstar2.evaluate.session import fingerprint
+
+    if model is None:
+        return ""
+    directory = model_directory(model)
+    return f"{directory.name} {fingerprint(directory)}"

@@ -1,0 +1,117 @@
+"""`rstar2 data sft`: function calls and chat of public data sets to SFT conversations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rstar2.cli.data_sources import SOURCES_HELP, bar, evaluation_sets, named_source, show_card
+from rstar2.errors import UserError
+
+if TYPE_CHECKING:
+    from rstar2.problems.sft.checks import Check
+    from rstar2.problems.sft.prepare import Measure
+
+
+def sft(
+    sources: Annotated[list[str], typer.Argument(help=SOURCES_HELP)],
+    out: Annotated[Path, typer.Option(help="directory to make")],
+    weight: Annotated[
+        list[str] | None, typer.Option(help="NAME=SHARE of the mixture (all sources or none)")
+    ] = None,
+    total: Annotated[int | None, typer.Option(min=1, help="at most so many conversations")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="directory; lengths are then in tokens, as trained on")
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=1, help="longer conversations are dropped")
+    ] = None,
+    against: Annotated[
+        list[str] | None, typer.Option(help="evaluation set to decontaminate against (repeatable)")
+    ] = None,
+    keep_math: Annotated[
+        bool, typer.Option("--keep-math", help="do not drop worked mathematics")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="of the draw and the order")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="print the data card as JSON")] = False,
+) -> None:
+    """Convert function calls and chat into SFT conversations and write a data card.
+
+    \b
+    rstar2 data sft ToolACE.json apigen-mt_5k.json glaive-function-calling-v2.json \\
+        magicoder.jsonl tulu.parquet nemotron=chat.jsonl --out sft --tokenizer MODEL \\
+        --max-length 8192 --against math500.jsonl
+    """
+    from rstar2.problems.sft.converters import CONVERTERS
+    from rstar2.problems.sft.prepare import (
+        CONVERSATIONS,
+        Mixture,
+        SftSource,
+        characters,
+        prepare_sft,
+    )
+
+    listed = []
+    for text in sources:
+        name, where, converter = named_source(text, CONVERTERS)
+        listed.append(SftSource(where, name, converter))
+    measure = characters if tokenizer is None else token_counter(tokenizer)
+    mixture = Mixture(_weights(weight or []), total, seed, max_length)
+    with bar("conversations") as show:
+        card = prepare_sft(
+            listed,
+            _checks(keep_math, against or []),
+            out,
+            mixture=mixture,
+            measure=measure,
+            unit="characters" if tokenizer is None else "tokens",
+            progress=show,
+        )
+    show_card(card, out / CONVERSATIONS, as_json=json)
+
+
+def _checks(keep_math: bool, against: list[str]) -> list[Check]:
+    from rstar2.problems.sft import checks
+
+    found: list[Check] = [checks.WellFormed()]
+    if not keep_math:
+        found.append(checks.NoMathReasoning())
+    if against:
+        found.append(checks.Decontaminated.against(evaluation_sets(against)))
+    return [*found, checks.Unique()]
+
+
+def _weights(texts: list[str]) -> dict[str, float] | None:
+    found: dict[str, float] = {}
+    for text in texts:
+        name, _, share = text.partition("=")
+        try:
+            found[name] = float(share)
+        except ValueError:
+            raise UserError(f"--weight {text!r}: expected NAME=SHARE, as toolace=0.3") from None
+    return found or None
+
+
+def token_counter(directory: Path) -> Measure:
+    """Lengths in tokens, exactly as SFT would train on them."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # heavy: not for --help
+
+    from rstar2.agent.template import Template, settings_of
+    from rstar2.config import TemplateConfig
+    from rstar2.types import Conversation
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--tokenizer {directory}: no tokenizer found there: {error}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise UserError(f"--tokenizer {directory}: it has no tokenizer.json")
+    template = Template(tokenizer, settings_of(tokenizer) or TemplateConfig())
+
+    def measure(conversation: Conversation) -> tuple[int, int]:
+        ids, mask = template.conversation_ids(conversation)
+        return len(ids), sum(mask)
+
+    return measure

@@ -1,0 +1,331 @@
+"""Filters that ask a model: agreement with the label, and difficulty for the current policy.
+
+    problems.jsonl ──> what is undecided ──> Ask (k samples at most) ──> answers.jsonl ──> Rule
+                                                                              └─> problems.jsonl
+
+Invariants
+- An answer is on record once, and written before it counts: after kill -9 the same command asks
+  only for what is missing, and ends with the same verdicts (a sample's seed derives from the
+  problem and its number, and from nothing that happened before).
+- A problem is asked about only until the rule is settled: 2 matches of 16 may take two answers.
+  What the rule says is what it would say of all of them.
+- An answer lost to infrastructure is no wrong answer: it is not on record, and a problem that
+  stays undecided because of it is an error, or dropped as such with a count if that is asked for.
+- Memory: some ten bytes a problem. Problems are read twice, not held.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from rstar2.errors import DataError, EngineError, UserError
+from rstar2.problems.card import DROPPED, JSON, MARKDOWN, Bin, Card, Dropped, StepCount, read_card
+from rstar2.problems.load import read_jsonl
+from rstar2.problems.prepare import PROBLEMS
+from rstar2.record.files import JsonLines, RunLock, write_aside
+from rstar2.record.read import read_lines
+from rstar2.seeds import derive_seed
+from rstar2.types import Failure, Problem, encode
+
+ANSWERS, SETTINGS = "answers.jsonl", "settings.json"
+OUTAGE = 16
+"""So many answers lost in a row, none given between them: the model is not there."""
+MOST_SAMPLES = 64
+
+
+# --------------------------------------------------------------------------- rules
+
+
+class Rule(Protocol):
+    """When a problem stays. `name` is its line in the data card, `key` the one in `meta`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def key(self) -> str: ...
+    @property
+    def samples(self) -> int: ...
+
+    def decide(self, correct: int, wrong: int) -> bool | None:
+        """Whether it stays; None while that is open."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Stays if at least `matches` of `samples` answers of a reference model equal the label."""
+
+    matches: int = 2
+    samples: int = 16
+    key: str = "agreement"
+
+    @property
+    def name(self) -> str:
+        return f"at least {self.matches} of {self.samples} answers match"
+
+    def decide(self, correct: int, wrong: int) -> bool | None:
+        if correct >= self.matches:
+            return True
+        return False if self.samples - wrong < self.matches else None
+
+
+@dataclass(frozen=True, slots=True)
+class NotAlwaysSolved:
+    """Goes if all of `samples` answers of the policy are right; never solved ones stay."""
+
+    samples: int = 8
+    key: str = "solved"
+
+    @property
+    def name(self) -> str:
+        return f"not solved {self.samples} of {self.samples} times"
+
+    def decide(self, correct: int, wrong: int) -> bool | None:
+        if wrong:
+            return True
+        return False if correct == self.samples else None
+
+
+# --------------------------------------------------------------------------- asking
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of asking once: right, wrong, or lost to infrastructure."""
+
+    correct: bool
+    answer: str | None = None
+    failure: Failure | None = None
+
+
+Ask = Callable[[Problem, int, int], Awaitable[Verdict]]
+"""(problem, sample, seed) -> verdict."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """All that the answers depend on, besides the problems."""
+
+    rule: Rule
+    model: Mapping[str, Any]
+    """Whatever tells models and ways of asking apart; another one is refused on resuming."""
+    seed: int = 0
+    only: Sequence[str] = ()
+    """Sources to ask about; empty: all. Problems of others stay as they are."""
+    exhaustive: bool = False
+    """Take all samples even where the rule is settled, for the counts."""
+
+    def asks(self, problem: Problem) -> bool:
+        return not self.only or problem.source in self.only
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    row: int
+    id: str
+    sample: int
+    correct: bool
+    answer: str | None = None
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Answers so far, by row."""
+
+    correct: np.ndarray
+    wrong: np.ndarray
+    asked: np.ndarray
+    """Bit s is set when sample s is on record."""
+
+    @classmethod
+    def of(cls, rows: int) -> _Tally:
+        return cls(np.zeros(rows, np.uint8), np.zeros(rows, np.uint8), np.zeros(rows, np.uint64))
+
+    def add(self, line: _Line) -> None:
+        bit = np.uint64(1 << line.sample)
+        if self.asked[line.row] & bit:
+            raise DataError(f"{ANSWERS}: sample {line.sample} of {line.id} is there twice")
+        self.asked[line.row] |= bit
+        (self.correct if line.correct else self.wrong)[line.row] += 1
+
+    def open_samples(self, row: int, samples: int) -> Iterator[int]:
+        return (s for s in range(samples) if not int(self.asked[row]) >> s & 1)
+
+
+class Asking:
+    """A directory of answers to one question, and the problems it is about."""
+
+    def __init__(self, problems: Path, out: Path, question: Question) -> None:
+        if not 1 <= question.rule.samples <= MOST_SAMPLES:
+            raise UserError(f"samples: {question.rule.samples} is not within 1 to {MOST_SAMPLES}")
+        self.source, self.out, self.question = problems, out, question
+        digest, rows = _digest(problems)
+        self.rows = rows
+        self.tally = _Tally.of(rows)
+        out.mkdir(parents=True, exist_ok=True)
+        self._lock = RunLock(out / ".lock")
+        try:
+            self._settle(digest)
+            self._journal = JsonLines(out / ANSWERS)
+            for line in read_lines(out / ANSWERS, _Line):
+                self.tally.add(line)
+        except BaseException:
+            self._lock.release()
+            raise
+        self.answered = int(self.tally.correct.sum()) + int(self.tally.wrong.sum())
+        self.lost = 0
+
+    def _settle(self, digest: str) -> None:
+        """Write down the question, or refuse another one."""
+        question = self.question
+        asked = {
+            "problems": digest,
+            "rule": question.rule.name,
+            "model": dict(question.model),
+            "seed": question.seed,
+            "only": list(question.only),
+        }
+        path = self.out / SETTINGS
+        if not path.exists():
+            foreign = [p.name for p in self.out.iterdir() if p.name != ".lock"]
+            if foreign:
+                raise UserError(f"output {self.out} is not empty (it holds {foreign[0]})")
+            write_aside(path, encode(asked))
+            return
+        before = msgspec.json.decode(path.read_bytes())
+        changed = [key for key in asked if asked[key] != before.get(key)]
+        if changed:
+            said = "; ".join(f"{key}: {before.get(key)} -> {asked[key]}" for key in changed)
+            raise UserError(
+                f"{self.out} holds answers to another question ({said}): put the old values back "
+                "to go on with it, or use another --out"
+            )
+
+    def verdict(self, row: int) -> bool | None:
+        """Whether the problem stays, by the answers so far."""
+        correct, wrong = int(self.tally.correct[row]), int(self.tally.wrong[row])
+        if self.question.exhaustive and correct + wrong < self.question.rule.samples:
+            return None
+        return self.question.rule.decide(correct, wrong)
+
+    async def ask(
+        self, ask: Ask, *, concurrency: int, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Ask until every problem is decided or its samples are used up."""
+        from rstar2.rollout.groups import together
+
+        waiting = (
+            (row, problem)
+            for row, problem in enumerate(read_jsonl(self.source))
+            if self.question.asks(problem) and self.verdict(row) is None
+        )
+        in_a_row = 0
+
+        async def worker() -> None:
+            nonlocal in_a_row
+            for row, problem in waiting:
+                for sample in self.tally.open_samples(row, self.question.rule.samples):
+                    if self.verdict(row) is not None:
+                        break
+                    seed = derive_seed("answers", self.question.seed, problem.id, sample)
+                    found = await ask(problem, sample, seed)
+                    if found.failure is None:
+                        in_a_row = 0
+                        self._record(_Line(row, problem.id, sample, found.correct, found.answer))
+                    else:
+                        self.lost += 1
+                        in_a_row += 1
+                        if in_a_row >= OUTAGE:
+                            raise EngineError(
+                                f"{in_a_row} answers in a row were lost, the last one to "
+                                f"{found.failure.name}: {found.failure.message}; the same command "
+                                "goes on from here"
+                            )
+                if progress is not None:
+                    progress(row + 1, self.answered)
+
+        await together(worker() for _ in range(concurrency))
+
+    def _record(self, line: _Line) -> None:
+        self._journal.append(line)
+        self._journal.flush()
+        self.tally.add(line)
+        self.answered += 1
+
+    def finish(self, *, drop_undecided: bool = False) -> Card:
+        """Write what stays and what goes; undecided problems are an error unless dropped."""
+        rule = self.question.rule
+        card = read_card(self.source.parent) or Card(sources=self._count_sources())
+        card.kept, card.kept_by_source = 0, {}
+        count = StepCount(rule.name)
+        undecided: list[str] = []
+        paths = {name: self.out / f"{name}.new" for name in (PROBLEMS, DROPPED)}
+        with paths[PROBLEMS].open("wb") as kept, paths[DROPPED].open("wb") as gone:
+            for row, problem in enumerate(read_jsonl(self.source)):
+                if self.question.asks(problem):
+                    count.entered += 1
+                    stays = self.verdict(row)
+                    if stays is None:
+                        undecided.append(problem.id)
+                    if not stays:
+                        Bin(gone).drop(count, self._dropped(row, problem, stays))
+                        continue
+                    count.left += 1
+                    problem = self._marked(row, problem)
+                kept.write(encode(problem) + b"\n")
+                card.keep(problem.source)
+        if undecided and not drop_undecided:
+            for path in paths.values():
+                path.unlink()
+            raise EngineError(
+                f"{len(undecided)} problems are undecided, as {undecided[0]}: {self.lost} answers "
+                "were lost; the same command asks for them again, --drop-undecided does without"
+            )
+        for name, path in paths.items():
+            path.replace(self.out / name)
+        card.steps.append(count)
+        card.notes.append(f"{rule.name}: {self.answered:,} answers of {self._model()}")
+        write_aside(self.out / MARKDOWN, card.markdown().encode())
+        write_aside(self.out / JSON, encode(card))
+        return card
+
+    def _count_sources(self) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for problem in read_jsonl(self.source):
+            counts[problem.source] = counts.get(problem.source, 0) + 1
+        return counts
+
+    def _model(self) -> str:
+        return str(self.question.model.get("model", "the model"))
+
+    def _marked(self, row: int, problem: Problem) -> Problem:
+        correct, wrong = int(self.tally.correct[row]), int(self.tally.wrong[row])
+        mark = {"correct": correct, "asked": correct + wrong}
+        return replace(problem, meta={**problem.meta, self.question.rule.key: mark})
+
+    def _dropped(self, row: int, problem: Problem, stays: bool | None) -> Dropped:
+        correct, wrong = int(self.tally.correct[row]), int(self.tally.wrong[row])
+        said = f"{correct} of {correct + wrong} answers were right"
+        reason = said if stays is False else f"undecided: {said}, the others were lost"
+        return Dropped(self.question.rule.name, reason, problem.id, problem.prompt, problem.answer)
+
+    def close(self) -> None:
+        self._journal.close()
+        self._lock.release()
+
+
+def _digest(path: Path) -> tuple[str, int]:
+    """What tells files of problems apart, and how many problems there are."""
+    found = hashlib.sha256()
+    rows = 0
+    for problem in read_jsonl(path):
+        found.update(encode((problem.id, problem.prompt, problem.answer, problem.grader)))
+        rows += 1
+    return found.hexdigest()[:16], rows

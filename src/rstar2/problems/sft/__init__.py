@@ -1,0 +1,1 @@
+"""SFT data: public conversations and function calls to our messages form, with JSON tool calls."""

@@ -1,0 +1,199 @@
+"""What a converted conversation must fulfil, as separate, counted, testable steps. Pure.
+
+Calls that their signatures allow, order of turns, no control tokens in foreign text, no math
+reasoning (the paper's SFT teaches format and tools, never how to solve), no overlap with the
+evaluation sets, no duplicates. A step returns None or why the conversation goes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Protocol
+
+from rstar2.problems.overlap import Contamination, HashTable, Names
+from rstar2.problems.sft.calls import BadCall, check_call
+from rstar2.problems.sft.converters import Said, Talk
+from rstar2.types import Problem
+
+
+class Check(Protocol):
+    """One filter. `name` is its line in the data card."""
+
+    @property
+    def name(self) -> str: ...
+
+    def drop(self, id: str, talk: Talk) -> str | None:
+        """Why this conversation goes, or None."""
+        ...
+
+
+CALLS = "calls parse and fit their signatures"
+
+_CONTROL = re.compile(
+    r"<\|(?:im_start|im_end|im_sep|endoftext|end_of_text|begin_of_text|eot_id|eom_id|python_tag"
+    r"|start_header_id|end_header_id)\|>|</?(?:tool_call|tool_response|tools|functioncall)>"
+)
+_FOLLOWS = {
+    "system": ("",),
+    "user": ("", "system", "assistant"),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+}
+"""Which roles may stand before a role."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValidCalls:
+    """Every call names a listed function and gives the arguments that its signature asks for."""
+
+    name: str = CALLS
+
+    def drop(self, id: str, talk: Talk) -> str | None:
+        try:
+            for said in talk.messages:
+                for call in said.calls:
+                    check_call(call, talk.tools)
+        except BadCall as error:
+            return str(error)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class WellFormed:
+    """Turns alternate, every call is answered, something is said, and nothing forges a turn."""
+
+    name: str = "turns in order, no control tokens"
+
+    def drop(self, id: str, talk: Talk) -> str | None:
+        if not any(said.role == "assistant" for said in talk.messages):
+            return "there is no assistant message to learn from"
+        before = Said("", "")
+        for number, said in enumerate(talk.messages, start=1):
+            if before.role not in _FOLLOWS[said.role]:
+                return f"message {number} is by {said.role} after {before.role or 'nobody'}"
+            if before.calls and said.role != "tool":
+                return f"the call before message {number} has no response"
+            if said.role == "tool" and before.role == "assistant" and not before.calls:
+                return f"message {number} is a response to no call"
+            if not said.text and not said.calls:
+                return f"message {number} is empty"
+            if match := _CONTROL.search(said.text):
+                return f"message {number} holds the control token {match[0]}"
+            before = said
+        return None
+
+
+# --------------------------------------------------------------------------- mathematics
+
+_CODE = re.compile(r"```.*?(?:```|\Z)", re.DOTALL)
+_THOUGHT = re.compile(r"<(think|thinking|reason|reasoning)>", re.IGNORECASE)
+_FINAL = re.compile(r"\\boxed\b|^####\s*-?[$\d]|<<[^<>\n]*=[^<>\n]*>>|\bQ\.?E\.?D\b", re.MULTILINE)
+_NUMBER = r"[$€£]?\s?-?\d[\d,]*(?:\.\d+)?\s?%?"
+_UNIT = r"(?:\s?[A-Za-z]+){0,2}"
+_STEP = re.compile(
+    rf"(?:{_NUMBER}{_UNIT}\s*(?:[-+*/×÷·^−]|\bx\b|\btimes\b|\bplus\b|\bminus\b)\s*\(?{_NUMBER}{_UNIT}"
+    rf"\)?\s*=\s*{_NUMBER})"
+)
+_LATEX = re.compile(
+    r"\\(?:d?frac|sqrt|sum|prod|int|lim|cdot|times|div|pm|leq?|geq?|neq|equiv|implies|binom|pmod"
+    r"|mathbb|angle|triangle|circ|overline|alpha|beta|theta|pi|infty|ldots|begin\{(?:align|cases"
+    r"|equation|[pbv]matrix)\*?\})"
+)
+_INLINE = re.compile(r"\$[^$\n]*[=+*/^<>\\_{}-][^$\n]*\$")
+_SOLVE = re.compile(
+    r"\b(?:solve (?:for|the (?:equation|inequality|system|following))|find (?:the|all) "
+    r"(?:\w+ ){0,3}(?:values?|sum|number|solutions?|roots?|area|perimeter|probability|integers?"
+    r"|remainder|minimum|maximum)|evaluate|simplify|factor(?:ize|ise)?|prove that|derivative of"
+    r"|integral of|how many|how much|what is the (?:sum|product|value|area|probability|remainder"
+    r"|average|total)|calculate|compute)\b",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NoMathReasoning:
+    """Worked mathematics out; code, tool calls and what tools return are not looked at.
+
+    A heuristic, tuned to miss little: final-answer marks, reasoning tags, two worked computations
+    or one after a question that asks for it, and LaTeX beyond the odd symbol. How much it finds is
+    measured in docs/data.md.
+    """
+
+    name: str = "no math reasoning"
+
+    def drop(self, id: str, talk: Talk) -> str | None:
+        asked = ""
+        for said in talk.messages:
+            if said.role == "user":
+                asked = said.text
+            elif said.role == "assistant" and (why := math_reasoning(asked, said.text)):
+                return why
+        return None
+
+
+def math_reasoning(asked: str, answered: str) -> str | None:
+    """Why an answer is taken for worked mathematics, or None."""
+    text = _CODE.sub(" ", answered)
+    if match := _THOUGHT.search(text):
+        return f"a reasoning trace: {match[0]}"
+    if match := _FINAL.search(text):
+        return f"a final answer to a math problem: {match[0][:40]!r}"
+    steps = _STEP.findall(text)
+    wanted = _SOLVE.search(asked)
+    if len(steps) >= 2 or (steps and wanted):
+        return f"worked computations, as {steps[0][:60]!r}"
+    symbols = len(_LATEX.findall(text)) + len(_INLINE.findall(text))
+    if symbols >= 3 or (wanted and symbols and _LATEX.search(asked)):
+        return f"{symbols} pieces of LaTeX mathematics"
+    return None
+
+
+# --------------------------------------------------------------------------- against other data
+
+
+@dataclass(slots=True)
+class Decontaminated:
+    """No user message shares an n-gram with an evaluation set."""
+
+    index: Contamination
+    name: str = "decontaminated"
+
+    @classmethod
+    def against(cls, problems: Iterable[Problem], n: int = 8) -> Decontaminated:
+        index = Contamination(n)
+        for problem in problems:
+            index.add(problem.prompt, problem.id)
+        return cls(index)
+
+    def drop(self, id: str, talk: Talk) -> str | None:
+        for said in talk.messages:
+            if said.role == "user" and (found := self.index.overlap(said.text)) is not None:
+                return f"shares {self.index.n} words in a row with {found}"
+        return None
+
+
+@dataclass(slots=True)
+class Unique:
+    """Equal conversations; the first one stays. Signatures and calls are not compared."""
+
+    name: str = "no duplicates"
+    _seen: HashTable = field(default_factory=HashTable)
+    _ids: Names = field(default_factory=Names)
+
+    def drop(self, id: str, talk: Talk) -> str | None:
+        row = len(self._ids)
+        self._ids.append(id)
+        first = self._seen.first(_digest(talk.messages), row)
+        return None if first == row else f"equal to {self._ids[first]}"
+
+
+def _digest(messages: Sequence[Said]) -> int:
+    text = "\x1e".join(
+        f"{said.role}\x1f{' '.join(said.text.split())}\x1f{[c.text() for c in said.calls]}"
+        for said in messages
+        if said.role != "system"
+    )
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")

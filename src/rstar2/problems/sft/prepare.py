@@ -1,0 +1,245 @@
+"""Public data sets -> SFT conversations: convert, check, measure, mix, and say what happened.
+
+Nothing is lost: every row that goes in becomes a conversation, a line of `dropped.jsonl` with the
+step and the reason, or is counted as not drawn by the mixture. Rows stream; what is held is a few
+bytes a row (offsets, lengths, hashes). The output directory appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from rstar2.errors import DataError
+from rstar2.problems.card import DROPPED, Bin, Card, Dropped, Lengths, StepCount, output_directory
+from rstar2.problems.rows import BadRow, Row, known_rows, shown
+from rstar2.problems.sft.calls import BadCall
+from rstar2.problems.sft.checks import CALLS, Check, ValidCalls
+from rstar2.problems.sft.converters import (
+    CONVERTERS,
+    Converter,
+    Talk,
+    Unusable,
+    recognise,
+    to_conversation,
+)
+from rstar2.problems.sft.mix import draw, plan
+from rstar2.types import Conversation, encode
+
+CONVERSATIONS = "conversations.jsonl"
+READ, CONVERTED, FITS, MIXED = "read", "converted", "fits the length", "drawn by the mixture"
+CHUNK = 512
+
+Measure = Callable[[Conversation], tuple[int, int]]
+"""(length, part of it that enters the loss) of a conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class SftSource:
+    """One data set: where it is, what it is called, how to convert it (None: by its fields)."""
+
+    path: str
+    name: str
+    converter: Converter | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """What to draw, and what a conversation may be long."""
+
+    weights: Mapping[str, float] | None = None
+    total: int | None = None
+    seed: int = 0
+    max_length: int | None = None
+
+
+def characters(conversation: Conversation) -> tuple[int, int]:
+    """Lengths where no tokenizer is at hand."""
+    size = sum(len(m.content) for m in conversation.messages)
+    said = sum(len(m.content) for m in conversation.messages if m.role == "assistant")
+    return size, said
+
+
+@dataclass(slots=True)
+class _Store:
+    """The converted rows of one source on disk, and how long each is."""
+
+    file: IO[bytes]
+    ends: array[int] = field(default_factory=lambda: array("Q", [0]))
+    lengths: array[int] = field(default_factory=lambda: array("I"))
+    trained: array[int] = field(default_factory=lambda: array("I"))
+
+    def add(self, conversation: Conversation, length: int, trained: int) -> None:
+        self.ends.append(self.ends[-1] + self.file.write(encode(conversation) + b"\n"))
+        self.lengths.append(length)
+        self.trained.append(trained)
+
+    def read(self, row: int) -> bytes:
+        self.file.seek(self.ends[row])
+        return self.file.read(self.ends[row + 1] - self.ends[row])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+def prepare_sft(
+    sources: Sequence[SftSource],
+    checks: Sequence[Check],
+    out: Path,
+    *,
+    mixture: Mixture,
+    measure: Measure = characters,
+    unit: str = "characters",
+    progress: Callable[[int, int], None] | None = None,
+) -> Card:
+    """Convert every source, mix them into the directory `out`; returns its data card."""
+    if len({source.name for source in sources}) != len(sources):
+        raise DataError(f"source names repeat: {[source.name for source in sources]}")
+    checks = [ValidCalls(), *checks]  # no conversation is written without
+    names = [READ, CONVERTED, *(check.name for check in checks)]
+    names += [FITS] * (mixture.max_length is not None)
+    card = Card(noun="conversations", steps=[StepCount(name) for name in names])
+    with output_directory(out) as aside, ExitStack() as files:
+        gone = files.enter_context((aside / DROPPED).open("wb"))
+        conversion = _Conversion(checks, card, Bin(gone), measure, mixture.max_length)
+        stores: dict[str, _Store] = {}
+        for index, source in enumerate(sources):
+            file = files.enter_context((aside / f"{index}.rows").open("w+b"))
+            stores[source.name] = store = _Store(file)
+            for conversation, length, trained in conversion.run(source):
+                store.add(conversation, length, trained)
+                if progress is not None and len(store) % CHUNK == 0:
+                    progress(card.steps[0].entered, sum(map(len, stores.values())))
+        card.notes += [f"{count:,} x {note}" for note, count in conversion.notes.items()]
+        _write_mixture(stores, mixture, card, aside / CONVERSATIONS, unit)
+        for index in range(len(sources)):
+            (aside / f"{index}.rows").unlink()
+        gone.flush()
+        card.write(aside)
+    return card
+
+
+def _write_mixture(
+    stores: Mapping[str, _Store], mixture: Mixture, card: Card, path: Path, unit: str
+) -> None:
+    available = {name: len(store) for name, store in stores.items()}
+    counts = plan(available, mixture.weights, mixture.total)
+    drawn_sources, drawn_rows = draw(available, counts, mixture.seed)
+    listed = list(stores.items())
+    for name, count in counts.items():
+        card.kept_by_source[name] = count
+    card.kept = len(drawn_rows)
+    if mixture.weights or mixture.total is not None:
+        card.steps.append(StepCount(MIXED, sum(available.values()), card.kept))
+    with path.open("wb") as file:
+        for source, row in zip(drawn_sources.tolist(), drawn_rows.tolist(), strict=True):
+            file.write(listed[source][1].read(row))
+    everything: list[tuple[np.ndarray, np.ndarray]] = []
+    for index, (name, store) in enumerate(listed):
+        rows = drawn_rows[drawn_sources == index]
+        lengths = np.array(store.lengths, dtype=np.int64)[rows]
+        trained = np.array(store.trained, dtype=np.int64)[rows]
+        everything.append((lengths, trained))
+        if len(rows):
+            card.lengths[name] = summarise(lengths, trained, unit)
+    if len(card.lengths) > 1:
+        lengths, trained = (np.concatenate(parts) for parts in zip(*everything, strict=True))
+        card.lengths["all"] = summarise(lengths, trained, unit)
+
+
+def summarise(lengths: np.ndarray, trained: np.ndarray, unit: str) -> Lengths:
+    """The line of the data card about lengths."""
+    p50, p90, p99 = (int(np.quantile(lengths, q, method="higher")) for q in (0.5, 0.9, 0.99))
+    share = float(trained.sum() / max(1, lengths.sum()))
+    return Lengths(
+        unit, len(lengths), float(lengths.mean()), p50, p90, p99, int(lengths.max()), share
+    )
+
+
+@dataclass(slots=True)
+class _Conversion:
+    """The steps with their counts; one for all sources, as duplicates are sought across them."""
+
+    checks: Sequence[Check]
+    card: Card
+    bin: Bin
+    measure: Measure
+    max_length: int | None
+    notes: Counter[str] = field(default_factory=Counter)
+
+    def run(self, source: SftSource) -> Iterator[tuple[Conversation, int, int]]:
+        """The conversations of a source that pass every check, each with its lengths."""
+        for row, talk in self._talks(source):
+            id = f"{source.name}-{row.number}"
+            if not self._passes(row, id, talk):
+                continue
+            conversation = to_conversation(talk, id=id, source=source.name)
+            length, trained = self.measure(conversation)
+            if self.max_length is not None:
+                count = self.card.steps[-1]
+                count.entered += 1
+                if length > self.max_length:
+                    reason = f"{length} is longer than {self.max_length}"
+                    self.bin.drop(count, Dropped(FITS, reason, row.where, _asked(talk)))
+                    continue
+                count.left += 1
+            self.notes.update(f"{source.name}: {note}" for note in talk.notes)
+            yield conversation, length, trained
+
+    def _talks(self, source: SftSource) -> Iterator[tuple[Row, Talk]]:
+        reading, converting, calls = self.card.steps[:3]
+        self.card.sources[source.name] = 0
+        recognised = known_rows(
+            source.path, source.converter, lambda fields: CONVERTERS[recognise(fields)]
+        )
+        for found in recognised:
+            reading.entered += 1
+            self.card.sources[source.name] += 1
+            if isinstance(found, BadRow):
+                dropped = Dropped(READ, found.reason, found.where, found.text)
+                self.bin.drop(reading, dropped)
+                continue
+            row, converter = found
+            reading.left += 1
+            converting.entered += 1
+            try:
+                talk = converter(row.fields)
+            except Unusable as error:
+                converting.count(f"{source.name}: {error.kind}")
+                self._drop(converting, str(error), row)
+                continue
+            except BadCall as error:
+                # It is converted but for its calls: counted where calls are checked.
+                converting.left += 1
+                calls.entered += 1
+                calls.count(f"{source.name}: does not parse")
+                self._drop(calls, str(error), row)
+                continue
+            converting.left += 1
+            yield row, talk
+
+    def _passes(self, row: Row, id: str, talk: Talk) -> bool:
+        for check, count in zip(self.checks, self.card.steps[2:], strict=False):
+            count.entered += 1
+            reason = check.drop(id, talk)
+            if reason is not None:
+                if check.name == CALLS:
+                    count.count(f"{id.rpartition('-')[0]}: does not fit its signature")
+                self.bin.drop(count, Dropped(check.name, reason, row.where, _asked(talk)))
+                return False
+            count.left += 1
+        return True
+
+    def _drop(self, count: StepCount, reason: str, row: Row) -> None:
+        self.bin.drop(count, Dropped(count.name, reason, row.where, shown(row)))
+
+
+def _asked(talk: Talk) -> str:
+    return next((said.text for said in talk.messages if said.role == "user"), "")
