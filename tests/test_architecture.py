@@ -19,7 +19,7 @@ LAYERS = (
         *("agent", "codeenv", "engine", "entropy", "evaluate", "grpo", "learner"),
         *("problems", "report", "reward", "rollout", "viewer"),
     },
-    {"pipeline", "cluster"},
+    {"pipeline", "cluster", "plan"},
     {"ablation"},
     {"cli", "__main__"},
 )

@@ -25,6 +25,7 @@ COMMANDS = {
     "chat": ("rstar2.cli.chat", "chat", "watch an agent think, call Python, read and answer"),
     "data": ("rstar2.cli.data", "app", "prepare training data: clean, decontaminate, grade"),
     "codeenv": ("rstar2.cli.codeenv", "app", "serve, run and measure the code environment"),
+    "plan": ("rstar2.cli.plan", "plan", "does a recipe fit a cluster, how long, at what cost"),
     "doctor": ("rstar2.cli.doctor", "doctor", "what this machine can do, and what to change"),
 }
 

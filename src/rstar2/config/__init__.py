@@ -7,6 +7,7 @@ from rstar2.config.load import LoadedRecipe, Origin, find_recipe, load_recipe, s
 from rstar2.config.preflight import preflight
 from rstar2.config.schema import (
     AgentConfig,
+    ClusterConfig,
     CodeEnvConfig,
     CollapseConfig,
     DifficultyFilter,
@@ -30,6 +31,7 @@ from rstar2.config.schema import (
 
 __all__ = [
     "AgentConfig",
+    "ClusterConfig",
     "CodeEnvConfig",
     "CollapseConfig",
     "DifficultyFilter",

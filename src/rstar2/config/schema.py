@@ -109,6 +109,9 @@ class EngineConfig(Section):
     kv_tokens: int = Field(65_536, ge=256)
     """KV cache of one engine, in tokens; a vLLM engine on a GPU takes its share of the memory."""
     max_sequences: int = Field(256, ge=1)
+    hang_s: float = Field(60.0, gt=0)
+    """An engine with turns to do that cannot score a short text within this time is started anew,
+    whatever its health says."""
     urls: tuple[str, ...] = ()
     """vLLM servers to use (docs/engines.md says how to start one); empty starts `count` of them."""
     weight_transfer: Literal["files", "nccl"] = "files"
@@ -120,9 +123,20 @@ class EngineConfig(Section):
 class SchedulerConfig(Section):
     """How rollouts are given to engines."""
 
-    policy: Literal["reserve", "worst_case"] = "reserve"
-    quantile: float = Field(0.9, gt=0, le=1)
-    """Reserve this quantile of the expected length, learnt from finished rollouts."""
+    policy: Literal[
+        "reserve",
+        "worst_case",
+        "static_split",
+        "round_robin",
+        "least_requests",
+        "sticky_hash",
+        "aimd",
+    ] = "reserve"
+    """`reserve` is ours; the others are there to be compared with (docs/scheduler.md)."""
+    quantile: float = Field(0.999, gt=0, lt=1)
+    """`reserve`: what was admitted to an engine fits its KV cache to the end with this chance."""
+    hold_s: float = Field(20.0, ge=0)
+    """`reserve`: a tool's wait longer than this gives up its KV when others lack it."""
 
 
 class RocConfig(Section):
@@ -278,6 +292,29 @@ class RecordConfig(Section):
     """Where metrics are copied to besides the run directory (extra `track`)."""
 
 
+class ClusterConfig(Section):
+    """Several machines, by Ray: who is placed where, and when a part counts as lost.
+
+    How many engines and learner ranks there are is said in their own sections; every node gets a
+    code environment. The run directory must be on a file system that all nodes share.
+    """
+
+    address: str | None = None
+    """A running Ray cluster to join; none starts one here (`--ray-address` goes before it)."""
+    colocate: bool = True
+    """Engines and learner ranks share GPUs; false gives each its own."""
+    gpus_per_engine: int = Field(1, ge=1)
+    """GPUs of one vLLM engine (its tensor parallel size), on nodes that have GPUs."""
+    engine_cpus: float = Field(1.0, gt=0)
+    rank_cpus: float = Field(1.0, gt=0)
+    start_s: float = Field(300.0, gt=0)
+    """Longest wait for a part to be placed and started."""
+    watch_s: float = Field(2.0, gt=0)
+    """Time between two looks at nodes and parts."""
+    rebuilds: int = Field(5, ge=0)
+    """How often the learner group may be rebuilt from the last checkpoint."""
+
+
 class Recipe(Section):
     """A complete run."""
 
@@ -295,3 +332,5 @@ class Recipe(Section):
     rl: RlConfig = RlConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     record: RecordConfig = RecordConfig()
+    cluster: ClusterConfig | None = None
+    """Absent: everything runs on this machine."""

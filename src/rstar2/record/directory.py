@@ -34,7 +34,7 @@ MODES = ("greedy", "sampled")
 
 _MAY_CHANGE = (
     *(f"codeenv.{key}" for key in ("urls", "host", "port", "slots", "queue", "batch", "linger_s")),
-    *("engine.urls", "learner.threads", "record."),
+    *("engine.urls", "engine.hang_s", "learner.threads", "record.", "cluster"),
 )
 """Settings a resumed run may change: they say where it runs and what it keeps."""
 _SECRETS = frozenset({"codeenv.token"})

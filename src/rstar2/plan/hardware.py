@@ -1,0 +1,104 @@
+"""GPUs by name, and what a cluster of them is written like.
+
+Figures are the vendors' data sheets: memory, memory bandwidth and dense bfloat16 arithmetic (no
+sparsity). Prices are round figures for an hour on demand and are there to be overridden.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from rstar2.errors import UserError
+
+GPUS_PER_NODE = 8
+CORES_PER_GPU = 12
+"""CPU cores that come with a GPU on common machines; what the code environment can count on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What a roofline needs to know of one GPU."""
+
+    name: str
+    memory_gb: float
+    bandwidth_tb: float
+    """Memory bandwidth, TB/s."""
+    tflops: float
+    """Dense bfloat16 arithmetic."""
+    link_gb: float
+    """To the other GPUs of its node, GB/s in one direction."""
+    train_mfu: float
+    """Share of the arithmetic that training reaches: the software's doing, not the chip's."""
+    price: float
+    """US dollars an hour."""
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("MI300X", 192, 5.3, 1307, 448, 0.25, 2.0),
+        Gpu("A100", 80, 2.04, 312, 300, 0.45, 1.5),
+        Gpu("H100", 80, 3.35, 989, 450, 0.38, 2.5),
+        Gpu("H200", 141, 4.8, 989, 450, 0.38, 3.5),
+        Gpu("B200", 180, 8.0, 2250, 900, 0.33, 5.0),
+        Gpu("4090", 24, 1.01, 165, 25, 0.45, 0.45),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A number of equal nodes with equal GPUs."""
+
+    gpu: Gpu
+    gpus: int
+    gpus_per_node: int = GPUS_PER_NODE
+    cores_per_node: int = 0
+    network_gb: float = 50.0
+    """Between nodes, GB/s per GPU in one direction (400 Gb/s)."""
+    price: float | None = None
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.gpus // self.gpus_per_node)
+
+    @property
+    def cores(self) -> int:
+        """CPU cores of the whole cluster."""
+        per_node = self.cores_per_node or CORES_PER_GPU * min(self.gpus, self.gpus_per_node)
+        return self.nodes * per_node
+
+    @property
+    def dollars_per_hour(self) -> float:
+        return self.gpus * (self.gpu.price if self.price is None else self.price)
+
+    @property
+    def slowest_link_gb(self) -> float:
+        """What limits a collective over all GPUs."""
+        return self.gpu.link_gb if self.nodes == 1 else min(self.gpu.link_gb, self.network_gb)
+
+
+def parse_cluster(text: str, *, cores_per_node: int = 0, price: float | None = None) -> Cluster:
+    """`64xMI300X` or, with the GPUs of a node, `8x8xMI300X` (nodes x GPUs x name)."""
+    match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z0-9 ]+)", text.strip())
+    if match is None:
+        raise UserError(
+            f"--cluster {text}: write the number and name of the GPUs, such as 64xMI300X or, "
+            "node by node, 8x8xMI300X"
+        )
+    nodes, count, name = match.groups()
+    gpu = _find(name)
+    total = int(count) * int(nodes or 1)
+    if total < 1:
+        raise UserError(f"--cluster {text}: there must be at least one GPU")
+    per_node = int(count) if nodes else min(GPUS_PER_NODE, total)
+    return Cluster(gpu, total, per_node, cores_per_node, price=price)
+
+
+def _find(name: str) -> Gpu:
+    wanted = re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("rtx").removeprefix("nvidia")
+    for gpu in GPUS.values():
+        if gpu.name.lower() == wanted:
+            return gpu
+    raise UserError(f"no GPU is called {name!r}: choose one of {', '.join(GPUS)}")

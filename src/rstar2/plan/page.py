@@ -1,0 +1,90 @@
+"""A plan as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from rstar2.plan.estimate import Fit, Plan
+from rstar2.plan.workload import Assumptions
+
+
+def render(plan: Plan, others: dict[str, float]) -> str:
+    """The whole plan; `others` are total seconds under changed assumptions, by what changed."""
+    return "\n".join([*_head(plan), *_memory(plan), *_steps(plan), *_total(plan, others)]) + "\n"
+
+
+def _head(plan: Plan) -> Iterator[str]:
+    cluster, layout = plan.cluster, plan.layout
+    where = "take turns on the same GPUs" if layout.colocated else "on GPUs of their own"
+    yield f"{plan.recipe}: {plan.model}, {plan.shape.parameters / 1e9:.2f}B parameters"
+    yield (
+        f"on {cluster.gpus} x {cluster.gpu.name} ({cluster.nodes} node(s), {cluster.cores} cores): "
+        f"{layout.engines} engine(s) of {layout.tensor_parallel} GPU(s), {layout.ranks} learner "
+        f"rank(s), {where}"
+    )
+    yield ""
+    for problem in plan.problems:
+        yield f"DOES NOT WORK AS IT IS: {problem}"
+    if plan.problems:
+        yield ""
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    yield "memory of one GPU, GB"
+    for name, fit in (("generating", plan.engine), ("learning", plan.learner)):
+        yield f"  {name:<12} {fit.total:7.1f} of {fit.limit:.1f}   {_parts(fit)}"
+    yield f"  an engine's KV cache holds {plan.kv_tokens:,} tokens"
+    yield ""
+
+
+def _parts(fit: Fit) -> str:
+    return ", ".join(f"{what} {size:.1f}" for what, size in fit.parts.items())
+
+
+def _steps(plan: Plan) -> Iterator[str]:
+    yield (
+        "one step       steps  rollouts  length  held/engine  tok/s/engine  "
+        "generate   tools   learn    sync  = seconds   calls/s  cores"
+    )
+    for stage in plan.stages:
+        load = stage.load
+        yield (
+            f"  {load.name:<12} {load.steps:5d} {load.drawn:9,d} {load.mean_completion:7,.0f} "
+            f"{stage.rollouts_held:12d} {stage.tokens_per_s:13,.0f} {stage.generate_s:9.0f} "
+            f"{stage.tools_s:7.1f} {stage.learn_s:7.0f} {stage.sync_s:7.1f} {stage.step_s:11.0f} "
+            f"{stage.calls_per_s:9.0f} {stage.cores_needed:6.1f}"
+        )
+    yield ""
+
+
+def _total(plan: Plan, others: dict[str, float]) -> Iterator[str]:
+    steps = sum(stage.load.steps for stage in plan.stages)
+    rows = (
+        (f"RL, {steps} steps", plan.rl_s),
+        ("SFT", plan.sft_s),
+        ("difficulty filter", plan.filter_s),
+        ("evaluation", plan.evaluation_s),
+        ("all", plan.total_s),
+    )
+    yield "whole run"
+    for name, seconds in rows:
+        yield f"  {name:<20} {_duration(seconds):>12}"
+    yield (
+        f"  {'cost':<20} {plan.dollars:>10,.0f} $  ({plan.cluster.dollars_per_hour:,.2f} $ an hour)"
+    )
+    yield ""
+    yield "if instead"
+    for what, seconds in others.items():
+        yield f"  {what:<60} {_duration(seconds):>12}"
+    yield ""
+    yield "assumed (change with --assume NAME=VALUE)"
+    for field in fields(Assumptions):
+        yield f"  {field.name:<20} {getattr(plan.assume, field.name):g}"
+    yield f"  {'train_mfu':<20} {plan.cluster.gpu.train_mfu:g} (of the GPU)"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 5400:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"

@@ -1,0 +1,136 @@
+"""Plans: memory and time follow from data sheets and assumptions, and what cannot work is said."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rstar2.cli import app, main
+from rstar2.config import Recipe, load_recipe
+from rstar2.errors import UserError
+from rstar2.plan import GPUS, Assumptions, find_shape, make_plan, parse_cluster
+from rstar2.plan.estimate import Roofline, lay_out
+from rstar2.plan.workload import draw_lengths, stage_loads
+
+
+@pytest.fixture(scope="module")
+def paper() -> Recipe:
+    return load_recipe("rstar2-agent-14b").recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("Qwen/Qwen3-14B-Base", 14.77), ("Qwen/Qwen3-1.7B-Base", 1.72), ("Qwen/Qwen3-8B", 8.19)],
+)
+def test_shapes_have_the_published_parameter_counts(name: str, billions: float) -> None:
+    assert find_shape(name).parameters / 1e9 == pytest.approx(billions, abs=0.01)
+
+
+def test_a_models_own_configuration_comes_first(tmp_path: Path) -> None:
+    config = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "intermediate_size": 128,
+        "vocab_size": 100,
+        "tie_word_embeddings": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = find_shape(str(tmp_path))
+    assert shape.head_dim == 16
+    assert shape.kv_numbers == 2 * 2 * 2 * 16
+    assert shape.parameters == 2 * (64 * 16 * 12 + 3 * 64 * 128) + 6400
+    with pytest.raises(UserError, match="neither a directory"):
+        find_shape("nobody/knows-this")
+
+
+def test_clusters_are_written_in_two_ways() -> None:
+    flat, nodes = parse_cluster("64xMI300X"), parse_cluster("4x2xrtx4090", cores_per_node=16)
+    assert (flat.gpus, flat.nodes, flat.gpu) == (64, 8, GPUS["MI300X"])
+    assert (nodes.gpus, nodes.nodes, nodes.cores) == (8, 4, 64)
+    for wrong in ("MI300X", "8xTPU", "0xH100", "8 H100"):
+        with pytest.raises(UserError):
+            parse_cluster(wrong)
+
+
+def test_the_papers_run_comes_out_at_under_a_week(paper: Recipe) -> None:
+    plan = make_plan(paper, parse_cluster("64xMI300X"))
+    assert not plan.problems
+    assert 2 < plan.total_s / 86400 < 9
+    assert sum(s.load.steps for s in plan.stages) == 510
+    assert plan.stages[0].load.drawn >= 16_384
+    assert all(s.step_s == pytest.approx(s.generate_s + s.tools_s + s.learn_s + s.sync_s)
+               for s in plan.stages)  # fmt: skip
+    slow = replace(plan.cluster.gpu, train_mfu=plan.cluster.gpu.train_mfu / 2)
+    slower = make_plan(paper, replace(plan.cluster, gpu=slow))
+    fixed = plan.assume.learn_fixed_s
+    for before, after in zip(plan.stages, slower.stages, strict=True):
+        assert after.learn_s - fixed == pytest.approx(2 * (before.learn_s - fixed))
+        assert after.generate_s == before.generate_s
+
+
+def test_one_step_of_an_engine_by_hand(paper: Recipe) -> None:
+    cluster, assume = parse_cluster("8xH100"), Assumptions(step_overhead_s=0.0)
+    shape = find_shape(paper.model.path)
+    roofline = Roofline(paper, cluster, shape, lay_out(paper, cluster, shape), assume, 10**6)
+    weights, kv = 2 * shape.parameters, 163_840
+    assert 2 * shape.kv_numbers == kv, "40 layers x 8 heads x 128 x keys and values x 2 bytes"
+    seconds = (weights + kv * 1000) / (3.35e12 * assume.decode_bandwidth)
+    assert roofline.step(1, 1000) == pytest.approx(seconds)
+    assert roofline.step(4096, 0) == pytest.approx(2 * shape.parameters * 4096 / (989e12 * 0.6))
+    one = roofline.decoding([10], held=4)
+    assert one == pytest.approx(10 * roofline.step(1, assume.prompt_tokens + 5))
+    together, in_turn = roofline.decoding([50] * 4, held=4), roofline.decoding([50] * 4, held=1)
+    assert together < in_turn / 2, "decoding is bound by reading weights"
+
+
+def test_drawn_lengths_have_the_mean_and_keep_the_limit(paper: Recipe) -> None:
+    assume = Assumptions()
+    for load in stage_loads(paper, assume):
+        lengths = draw_lengths(2000, load, assume)
+        assert sum(lengths) / 2000 == pytest.approx(load.mean_completion, rel=0.02)
+        assert max(lengths) <= load.max_length - assume.prompt_tokens
+        assert lengths == draw_lengths(2000, load, assume)
+
+
+def test_what_does_not_fit_is_said_with_the_way_out() -> None:
+    recipe = load_recipe("qwen3-1.7b-1gpu").recipe
+    plan = make_plan(recipe, parse_cluster("1x4090"))
+    assert not plan.learner.fits
+    assert "it fits on 2 of them" in plan.problems[0]
+    assert make_plan(recipe, parse_cluster("2x4090")).learner.fits
+
+
+def test_slow_code_environments_are_counted(paper: Recipe) -> None:
+    assume = Assumptions(calls_per_core_s=0.01)
+    plan = make_plan(paper, parse_cluster("64xMI300X"), assume)
+    assert any("cores for its tool calls" in problem for problem in plan.problems)
+    stage = plan.stages[0]
+    waited = stage.load.calls(assume) / (plan.cluster.cores * 0.01) - stage.generate_s
+    assert stage.tools_s == pytest.approx(waited + 2.75 * 0.3)
+
+
+def test_the_command_prints_a_plan_and_tells_by_its_exit_code() -> None:
+    runner = CliRunner()
+    words = ["plan", "rstar2-agent-14b", "--cluster", "64xMI300X"]
+    done = runner.invoke(app, words)
+    assert done.exit_code == 0, done.output
+    for part in ("generate", "KV cache holds", "RL, 510 steps", "if instead", "train_mfu"):
+        assert part in done.output
+    body = json.loads(runner.invoke(app, [*words, "--json", "-a", "call_s=1"]).stdout)
+    assert body["plan"]["assume"]["call_s"] == 1
+    assert body["total_s"] > 86400
+    assert runner.invoke(app, ["plan", "qwen3-1.7b-1gpu", "--cluster", "1x4090"]).exit_code == 1
+
+
+def test_wrong_words_get_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["-a", "speed=2"], ["-a", "call_s"], ["--cluster", "2xABC"]):
+        with pytest.raises(SystemExit) as end:
+            main(["plan", "tiny", "--cluster", "1x4090", *words])
+        assert end.value.code == 2
+        assert capsys.readouterr().err.startswith("error: ")
