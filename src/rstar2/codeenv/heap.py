@@ -87,12 +87,22 @@ class WarmHeap:
     def settle(self) -> Report:
         """Back to the usual allocators for what calls allocate; collapse what is there."""
         self.plug()
-        if self._original is not None:
-            ctypes.pythonapi.PyObject_SetArenaAllocator(ctypes.byref(self._original))
-            _libc.mallopt(_M_TOP_PAD, 128 << 10)
-            _libc.mallopt(_M_MMAP_THRESHOLD, 128 << 10)
+        self.stop_leading()
         collapse()
         return self.report()
+
+    def stop_leading(self) -> None:
+        """Back to the usual allocators.
+
+        Deep recursion must not happen before this: Python takes the chunks of its frame stack from
+        the arena allocator too, and each chunk given back by unmapping leaves a hole in the heap.
+        """
+        if self._original is None:
+            return
+        ctypes.pythonapi.PyObject_SetArenaAllocator(ctypes.byref(self._original))
+        _libc.mallopt(_M_TOP_PAD, 128 << 10)
+        _libc.mallopt(_M_MMAP_THRESHOLD, 128 << 10)
+        self._original = None
 
     def report(self) -> Report:
         """Read the figures from the kernel; zeros where /proc is not to be had."""

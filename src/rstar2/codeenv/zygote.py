@@ -80,9 +80,10 @@ class Zygote:
         """Import, run representative programs, freeze and collapse the heap; then say so."""
         warm = heap.WarmHeap()
         missing = dict.fromkeys(warmup.import_modules(self.flavour), "not installed")
-        if self.flavour == "verify":
-            missing |= verify.preload(self.functions)
         warmup.run_programs(self.flavour)
+        if self.flavour == "verify":
+            warm.stop_leading()  # importing a grammar recurses deeply
+            missing |= verify.preload(self.functions)
         sys.argv = ["program.py"]
         sys.path.insert(0, "")
         gc.collect()
