@@ -216,7 +216,7 @@ async def test_failed_verification_is_named(
     pool: Pool, function: str, arguments: dict[str, object], error: str
 ) -> None:
     await pool.stock.zygote("verify")
-    request = VerifyRequest(f"v{next(_ids)}", function, arguments, deadline_s=0.7)
+    request = VerifyRequest(f"v{next(_ids)}", function, arguments, deadline_s=3.0)
     result = await pool.verify(request)
     assert (result.error, result.infrastructure) == (error, False), result
     assert result.message
