@@ -112,8 +112,9 @@ def _sharing_a_factor(top: int) -> Callable[[random.Random], tuple[int, int]]:
 
 
 def _range(rng: random.Random) -> tuple[int, int]:
-    first = rng.randint(1, 999)
-    return first, first + rng.randint(3, 999)
+    """Ends whose sum stays below 10^6: the tiny model copies no longer number without slips."""
+    first = rng.randint(1, 699)
+    return first, first + rng.randint(3, 699)
 
 
 _LARGEST_SET = {2: 1414, 3: 182, 4: 71, 5: 43, 6: 32}
@@ -354,7 +355,7 @@ def sft_conversations(count: int, seed: int) -> Iterator[Conversation]:
 
 def _copy_turn(index: int, rng: random.Random) -> Conversation:
     """Say numbers again, as they are, as a JSON list or as an answer: no maths in it."""
-    form = rng.choice(("plain", "json", "answer"))
+    form = rng.choice(("plain", "json", "answer", "answer"))
     if form == "answer":
         number = rng.randrange(10 ** rng.randint(1, 9))
         question = f"<tool_response>\n{number}\n</tool_response>"
