@@ -78,7 +78,7 @@ class VllmEngine:
 
     @property
     def pid(self) -> int | None:
-        """The API server's process, if it is ours and was started."""
+        """The leader of the server's process group, if it is ours and was started."""
         return None if self._server is None else self._server.pid
 
     async def start(self) -> None:
@@ -106,7 +106,7 @@ class VllmEngine:
         if self._server is not None and not self._server.running:
             return False
         try:
-            await self._alive().health(HEALTH_DEADLINE_S)
+            await self.client.health(HEALTH_DEADLINE_S)
         except (EngineError, DeadlineError):
             return False
         return True
@@ -152,7 +152,9 @@ class VllmEngine:
             if self._server is not None:
                 await self._server.stop()
 
-    def _alive(self) -> VllmClient:
+    @property
+    def client(self) -> VllmClient:
+        """The server's own interface; EngineError unless started."""
         if self._client is None:
             raise EngineError(f"{self.name}: not started")
         return self._client
@@ -169,7 +171,7 @@ class VllmEngine:
         while True:
             await self._gate(ends, deadline_s)
             version, updates = self._version, self._updates
-            part = await self._alive().generate(
+            part = await self.client.generate(
                 [*prompt_ids, *done.token_ids],
                 _rest(sampling, len(done.token_ids)),
                 salt=f"rstar2-{version}",
@@ -196,7 +198,7 @@ class VllmEngine:
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprob of each token after the first, at temperature 1, by the weights that serve."""
-        return await self._alive().score(token_ids, deadline_s=CONTROL_DEADLINE_S)
+        return await self.client.score(token_ids, deadline_s=CONTROL_DEADLINE_S)
 
     # ------------------------------------------------------------------ what it holds
 
@@ -208,7 +210,7 @@ class VllmEngine:
 
     async def load(self) -> EngineLoad:
         """What the server is doing now."""
-        client, capacity = self._alive(), self.capacity()
+        client, capacity = self.client, self.capacity()
         gauges, version = await asyncio.gather(
             client.gauges(CONTROL_DEADLINE_S), client.weight_version(CONTROL_DEADLINE_S)
         )
@@ -225,7 +227,7 @@ class VllmEngine:
     async def update_weights(self, update: WeightUpdate) -> None:
         """Interrupt what runs, install, drop all KV, relabel; with `hold` until `resume`."""
         async with self._updating:
-            client = self._alive()
+            client = self.client
             self._open.clear()
             self._updates += 1
             await client.pause(CONTROL_DEADLINE_S)
@@ -244,7 +246,8 @@ class VllmEngine:
 
     async def resume(self) -> None:
         """The weights are proven: what was interrupted goes on under them."""
-        self._alive()
+        if self._client is None:
+            raise EngineError(f"{self.name}: not started")
         self._open.set()
 
 

@@ -148,11 +148,18 @@ class VllmClient:
     # ------------------------------------------------------------------ tokens in, tokens out
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, salt: str, deadline_s: float
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        salt: str,
+        deadline_s: float,
+        extra: Mapping[str, Any] | None = None,
     ) -> Generation:
         """Sample a continuation; if we stop waiting, the connection closes and vLLM aborts it.
 
-        `salt` separates prefix caches: only prompts with the same one share KV.
+        `salt` separates prefix caches: only prompts with the same one share KV. `extra` are
+        sampling parameters of vLLM's own.
         """
         body = {
             "token_ids": list(prompt_ids),
@@ -168,6 +175,7 @@ class VllmClient:
                 "ignore_eos": True,
                 "logprobs": 0,
                 "detokenize": False,
+                **(extra or {}),
             },
         }
         data = await self._ask("POST", "/inference/v1/generate", deadline_s, body)

@@ -10,23 +10,17 @@ things:
   they were: the call succeeds and the old weights go on serving. Without packing, layers compute
   from the tensors that are reloaded. RSTAR2_ENGINE_PACKED=1 leaves packing on: for the test that
   shows that the probe catches it.
-- No process outlives its parent: kill -9 of the API server takes engine core and workers along.
-
-`python -m rstar2.engine.vllm_plugin --parent PID [--cores 0,1] -- ARGUMENTS` becomes the API
-server, tied to the life of PID.
+- No process outlives its parent, whatever killed that.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 
 from rstar2.engine.worker import die_with_parent
 
 ENGINE = "RSTAR2_ENGINE"
 PACKED = "RSTAR2_ENGINE_PACKED"
-SERVER = "vllm.entrypoints.openai.api_server"
 
 
 def register() -> None:
@@ -50,20 +44,3 @@ def leave_linears_unpacked() -> None:
 def _never(n: int, k: int, dtype: object) -> bool:
     """Stands in for the question whether small matrices should be packed."""
     return False
-
-
-def main() -> None:
-    """Become the API server: the kernel's promise to kill us with our parent survives exec."""
-    parser = argparse.ArgumentParser(prog="rstar2.engine.vllm_plugin")
-    parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--cores", default="")
-    parser.add_argument("arguments", nargs="+")
-    args = parser.parse_args()
-    die_with_parent(args.parent)
-    if args.cores:
-        os.sched_setaffinity(0, {int(core) for core in args.cores.split(",")})
-    os.execv(sys.executable, [sys.executable, "-m", SERVER, *args.arguments])
-
-
-if __name__ == "__main__":
-    main()

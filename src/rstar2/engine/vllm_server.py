@@ -4,34 +4,31 @@ Promises:
 - The server listens on a Unix socket in a private directory: its control endpoints can be reached
   by this user only, and no port is taken.
 - It is a process group of its own, so that Ctrl-C at a terminal does not reach it before we have
-  stopped in order. Every process of the group dies with its parent (PR_SET_PDEATHSIG; see
-  `vllm_plugin`), so our own kill -9 leaves none of them either.
+  stopped in order. `vllm_keeper` leads the group and ends all of it when the server or we end,
+  kill -9 included.
 - `stop` returns when the group is empty and the directory is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rstar2.engine.vllm_keeper import end_group
 from rstar2.engine.vllm_plugin import ENGINE, PACKED
 from rstar2.errors import EngineError
 
-TERMINATE_S = 10.0
-"""How long a server may take to end in order."""
+STOP_S = 30.0
+"""How long the keeper may take to end its group."""
 TAIL_BYTES = 4000
 TAIL_LINES = 15
-RESOURCE_TRACKER = b"multiprocessing.resource_tracker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +110,7 @@ class VllmServer:
 
     @property
     def pid(self) -> int | None:
-        """The API server's process; also the id of the group."""
+        """The keeper's process; also the id of the group."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -124,8 +121,8 @@ class VllmServer:
         """Begin to start the server. From the loop's thread: the kernel ties its life to it."""
         if self._process is not None:
             raise EngineError(f"{self.name}: stop the old server before a new one is started")
-        self._directory = Path(tempfile.mkdtemp(prefix="rstar2-vllm-"))
-        command = [sys.executable, "-m", "rstar2.engine.vllm_plugin", "--parent", str(os.getpid())]
+        self._directory = _private_directory()
+        command = [sys.executable, "-m", "rstar2.engine.vllm_keeper", "--parent", str(os.getpid())]
         if self.settings.cores:
             command += ["--cores", ",".join(map(str, self.settings.cores))]
         command += ["--", *arguments_of(self.settings, self.socket)]
@@ -160,54 +157,26 @@ class VllmServer:
         """End every process of the group and remove the directory; idempotent."""
         process, directory = self._process, self._directory
         self._process = self._directory = None
-        if process is not None:
-            await asyncio.shield(asyncio.to_thread(_end_group, process))
-        if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
+        try:
+            if process is not None:
+                await asyncio.shield(asyncio.to_thread(_end, process))
+        finally:
+            if directory is not None:
+                shutil.rmtree(directory, ignore_errors=True)
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ask a process group to end, then make it; the leader is our child and is reaped."""
-    group = process.pid
-    if process.poll() is None:
-        _signal(group, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(TERMINATE_S)
-    ends = time.monotonic() + TERMINATE_S
-    while members := _members(group):
-        for pid in members:
-            # The resource tracker ends by itself once the others are gone, and removes the
-            # shared memory that they could not remove any more.
-            if time.monotonic() > ends or not _is_tracker(pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(0.05)
-        time.sleep(0.05)
-    process.wait()
+def _private_directory() -> Path:
+    """A temporary directory whose name leaves room for names of sockets (107 bytes in all)."""
+    usual = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="rstar2-vllm-", dir=usual if len(usual) <= 40 else "/tmp"))
 
 
-def _signal(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, number)
-
-
-def _members(group: int) -> list[int]:
-    """Live processes of a group (zombies are not)."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # it ended meanwhile
-                state, _parent, pgrp, *_ = (
-                    (entry / "stat").read_bytes().rpartition(b")")[2].split(maxsplit=3)
-                )
-                if int(pgrp) == group and state not in (b"Z", b"X"):
-                    found.append(int(entry.name))
-    return found
-
-
-def _is_tracker(pid: int) -> bool:
+def _end(keeper: subprocess.Popen[bytes]) -> None:
+    """Ask the keeper to end its group; if it was killed or cannot, do it in its place."""
+    keeper.terminate()
     try:
-        return RESOURCE_TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+        keeper.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        keeper.kill()
+        keeper.wait()
+    end_group(keeper.pid)

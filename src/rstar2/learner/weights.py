@@ -32,9 +32,16 @@ if TYPE_CHECKING:
 
 PROBE_TOLERANCE = 1e-3
 """Largest difference of a probe token's logprob, float32 on both sides."""
+COARSE_TOLERANCE = 0.3
+"""The same for a bfloat16 engine: an estimate, as none was measured."""
 
 FAST_DIRECTORY = Path("/dev/shm")
 """Where weight files go if they fit; else the usual temporary directory."""
+
+
+def probe_tolerance(dtype: str) -> float:
+    """What an engine of this number format may differ from a float32 learner by."""
+    return PROBE_TOLERANCE if dtype == "float32" else COARSE_TOLERANCE
 
 
 class Source(Protocol):

@@ -137,6 +137,12 @@ class Progress:
 # --------------------------------------------------------------------------- live
 
 
+def mismatch(values: Mapping[str, Any]) -> str:
+    """Mean difference of a sampled token's logprob between engine and learner; a dash if none."""
+    found = values.get("mismatch/abs")
+    return "–" if found is None else f"{found:.1e}"
+
+
 class LiveView:
     """A panel that is repainted in place; what is finished scrolls away above it as lines."""
 
@@ -269,6 +275,7 @@ class LiveView:
         text.append("\n")
         dropped = f" {count('groups/dropped')} dropped, {count('groups/refilled')} refilled"
         cell("groups  ", count("groups/used"), dropped)
+        text.append("  mismatch", style="dim").append(mismatch(v).rjust(15), style="bold")
         if lost := int(v.get("rollouts/lost") or 0):
             text.append(f"  {lost} rollouts lost", style="red")
         text.append("\n")
@@ -360,6 +367,7 @@ class PlainView:
             f"failing calls in correct {percent(v.get('failing_calls_in_correct'))}, "
             f"length {now.count('response_length')}, truncated {percent(v.get('truncated'))}, "
             f"dropped {now.count('groups/dropped')}, refilled {now.count('groups/refilled')}, "
+            f"mismatch {mismatch(v)}, "
             f"{v.get('time/step') or 0:.1f} s{left}"
         )
 

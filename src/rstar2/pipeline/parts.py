@@ -27,7 +27,7 @@ from rstar2.config import OptimizerConfig, Recipe, SchedulerConfig
 from rstar2.engine.base import Engine
 from rstar2.engine.make import make_engines
 from rstar2.errors import EngineError, RecipeError, WeightUpdateError
-from rstar2.learner.weights import publish
+from rstar2.learner.weights import probe_tolerance, publish
 from rstar2.problems.load import load_problems
 from rstar2.rollout.fleet import Fleet
 from rstar2.rollout.groups import GroupRunner, together
@@ -148,7 +148,7 @@ class Parts:
             await fleet.settle()  # whoever was being brought back is started here instead
             try:
                 await together(engine.start() for engine in engines)
-                metrics = await publish(self._weights, engines, version, self._probe)
+                metrics = await self._prove(engines, version)
                 break
             except (EngineError, WeightUpdateError) as error:
                 if attempt == PUBLISH_ATTEMPTS:
@@ -164,8 +164,13 @@ class Parts:
         await engine.start()
         async with self._changing:
             assert self._published is not None
-            await publish(self._weights, [engine], self._published, self._probe)
+            await self._prove([engine], self._published)
             return self._published
+
+    async def _prove(self, engines: Sequence[Engine], version: WeightVersion) -> dict[str, float]:
+        """Publish to these engines; what they may differ by depends on their number format."""
+        tolerance = probe_tolerance(self.recipe.model.dtype)
+        return await publish(self._weights, engines, version, self._probe, tolerance=tolerance)
 
     @property
     def _probe(self) -> tuple[int, ...]:
