@@ -1,0 +1,335 @@
+"""Rollout policies on two real vLLM engines with small KV caches: ours against the others.
+
+    python benchmarks/scheduler_vllm.py [--quick] [--json] [--seed N] [--model DIR]
+
+Run it with a Python that has vLLM (docs/engines.md). Two servers, one core each (both on the same
+core where there is only one), each with a KV cache that holds a dozen rollouts of the mean length;
+the real agent loop and code environment; rollouts of the paper's shape (`forced.py`). The policies
+take turns, each starts cold (no lengths known, prefix caches empty) and gets the same rollouts.
+
+Beside each measurement stands what `rstar2 simulate` predicts for it, from an engine model that is
+fitted to steps measured on these engines before the first policy runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from common import Row, arguments, finish, say
+from forced import ForcedEngine, Plan, Script, draw_plans, problems
+from rstar2.agent.loop import run_trajectory
+from rstar2.agent.template import Template
+from rstar2.codeenv.client import CodeEnvClient
+from rstar2.config import (
+    AgentConfig,
+    CodeEnvConfig,
+    SamplingConfig,
+    SchedulerConfig,
+    TemplateConfig,
+)
+from rstar2.engine.vllm_server import ServerSettings
+from rstar2.rollout.fleet import Fleet
+from rstar2.rollout.scheduler import Scheduler
+from rstar2.rollout.simulate.model import EngineModel, Fit, StepRow, fit
+from rstar2.types import Sampling, StopReason
+
+OURS = "reserve"
+RIVALS = ("static_split", "round_robin", "least_requests", "sticky_hash", "aimd", "worst_case")
+GROUP = 8
+BLOCK = 32
+DEADLINE_S = 900.0
+WATCH_S = 0.25
+AGENT = AgentConfig(generate_deadline_s=DEADLINE_S, tool_deadline_s=120.0)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Sizes of one benchmark run."""
+
+    rollouts: int
+    repetitions: int
+    kv_tokens: int = 3072
+    max_length: int = 512
+    max_turns: int = 10
+    max_sequences: int = 64
+    mean_turn: int = 48
+    mean_wait_s: float = 0.2
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one policy did with all rollouts once."""
+
+    policy: str
+    wall_s: float
+    tokens: int
+    """Sampled by the engines."""
+    preemptions: int
+    idle_share: float
+    """Share of the time in which an engine had nothing to do, mean of both."""
+    moved: int
+    truncated: int
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.wall_s
+
+
+# --------------------------------------------------------------------------- one policy, once
+
+
+async def measure(
+    policy: str,
+    run: str,
+    engines: Sequence[ForcedEngine],
+    plans: Sequence[Plan],
+    tools: CodeEnvClient,
+    template: Template,
+    setting: Setting,
+) -> Measured:
+    """All rollouts at once under one policy, from a cold start."""
+    script = engines[0].script
+    for engine in engines:
+        await engine.client.forget(60.0)
+    scheduler = Scheduler(SchedulerConfig(policy=policy))  # type: ignore[arg-type]
+    fleet = Fleet(engines, scheduler, watch_s=WATCH_S)
+    for engine in engines:
+        fleet.join(engine.name, 0)
+    before = [(await engine.load()).preemptions for engine in engines]
+    fleet.take_use()
+    asked = problems(-(-len(plans) // GROUP))
+    started = time.perf_counter()
+    work = []
+    for index, plan in enumerate(plans):
+        group = f"{run}/{index // GROUP}"
+        script.add(f"{group}/{index}", plan)
+        work.append(
+            run_trajectory(
+                asked[index // GROUP],
+                id=f"{group}/{index}",
+                group_id=group,
+                seed=index,
+                generator=fleet,
+                tools=tools,
+                template=template,
+                agent=AGENT,
+                sampling=SamplingConfig(),
+                max_length=setting.max_length,
+                max_turns=setting.max_turns,
+            )
+        )
+    made = await asyncio.gather(*work)
+    wall = time.perf_counter() - started
+    use = fleet.take_use()
+    after = [(await engine.load()).preemptions for engine in engines]
+    await fleet.stop()
+    for trajectory in made:
+        if trajectory.stop not in (StopReason.ANSWERED, StopReason.MAX_LENGTH):
+            raise SystemExit(f"{trajectory.id}: {trajectory.stop}, {trajectory.failure}")
+    return Measured(
+        policy=policy,
+        wall_s=wall,
+        tokens=sum(t.sampled_tokens for t in made),
+        preemptions=sum(after) - sum(before),
+        idle_share=statistics.mean(u.idle_share for u in use),
+        moved=sum(u.moved for u in use),
+        truncated=sum(t.truncated for t in made),
+    )
+
+
+# --------------------------------------------------------------------------- calibration
+
+
+async def steps_of(engine: ForcedEngine, setting: Setting, quick: bool) -> list[StepRow]:
+    """Measured steps: decoding at several batches and contexts, prompts of several lengths."""
+    salt = 0
+
+    async def batch(count: int, prompt: int, new: int) -> float:
+        """Seconds for `count` requests together, none of whose prompts is cached."""
+        nonlocal salt
+        salt += 1
+        sampling = Sampling(max_new_tokens=new)
+        extra = {"allowed_token_ids": engine.script.allowed}
+        started = time.perf_counter()
+        await asyncio.gather(
+            *(
+                engine.client.generate(
+                    [10 + i % 50, *[20 + (i * k) % 300 for k in range(prompt - 1)]],
+                    sampling,
+                    salt=f"steps-{salt}",
+                    deadline_s=300.0,
+                    extra=extra,
+                )
+                for i in range(count)
+            )
+        )
+        return time.perf_counter() - started
+
+    await batch(4, 64, 16)  # warm
+    rows: list[StepRow] = []
+    room = setting.kv_tokens
+    for count in (1, 4, 8, 16, 32):
+        for prompt in (32, 160):
+            short, long = 8, 56 if quick else 88
+            if count * (prompt + long + BLOCK) > room:
+                continue
+            first = await batch(count, prompt, short)
+            second = await batch(count, prompt, long)
+            context = round(count * (prompt + (short + long) / 2))
+            rows.append(StepRow(count, context, max(1e-5, (second - first) / (long - short))))
+    for count, prompt in ((1, 64), (1, 384), (4, 128), (4, 384)):
+        seconds = await batch(count, prompt, 1)
+        pairs = count * prompt * (prompt - 1) // 2
+        rows.append(StepRow(0, 0, seconds, prefill=count * prompt, pairs=pairs))
+    return rows
+
+
+async def calibrate(engines: Sequence[ForcedEngine], setting: Setting, quick: bool) -> Fit:
+    """One model for both engines, from steps of both while both work."""
+    found = await asyncio.gather(*(steps_of(engine, setting, quick) for engine in engines))
+    model = EngineModel(
+        name="vllm-tiny",
+        kv_tokens=engines[0].capacity().kv_tokens,
+        block_tokens=BLOCK,
+        max_sequences=setting.max_sequences,
+        batch_tokens=2048,
+    )
+    return fit(model, [row for rows in found for row in rows])
+
+
+# --------------------------------------------------------------------------- all of them
+
+
+async def compare(
+    model: Path, setting: Setting, policies: Sequence[str], args: Namespace
+) -> tuple[list[Measured], Fit]:
+    """Start two engines, calibrate, and let the policies take turns."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    template = Template(tokenizer, TemplateConfig(system="none", instruction="none"))
+    script = Script(template, len(tokenizer))
+    cores = sorted(os.sched_getaffinity(0))
+    engines = []
+    for index in range(2):
+        settings = ServerSettings(
+            model=str(model),
+            kv_tokens=setting.kv_tokens,
+            max_sequences=setting.max_sequences,
+            max_length=setting.max_length,
+            block_tokens=BLOCK,
+            cores=(cores[index % len(cores)],),
+        )
+        engine = ForcedEngine(f"vllm-{index}", server=settings)
+        engine.script = script
+        engines.append(engine)
+    plans = draw_plans(
+        setting.rollouts,
+        seed=args.seed,
+        mean_turn=setting.mean_turn,
+        mean_wait_s=setting.mean_wait_s,
+    )
+    say(f"starting two vLLM servers on cores {[e._server.settings.cores for e in engines]}")
+    try:
+        await asyncio.gather(*(engine.start() for engine in engines))
+        async with await CodeEnvClient.start(CodeEnvConfig(slots=24)) as tools:
+            fitted = await calibrate(engines, setting, args.quick)
+            say(f"{fitted.model} (median error {fitted.median_error:.1%})")
+            made: list[Measured] = []
+            for repetition in range(setting.repetitions):
+                for policy in policies:
+                    run = f"{policy}-{repetition}"
+                    found = await measure(policy, run, engines, plans, tools, template, setting)
+                    say(
+                        f"{run}: {found.speed:.0f} tokens/s, {found.wall_s:.1f} s, "
+                        f"{found.preemptions} preemptions, idle {found.idle_share:.0%}"
+                    )
+                    made.append(found)
+            return made, fitted
+    finally:
+        await asyncio.gather(*(engine.close() for engine in engines))
+
+
+def make_model(directory: Path) -> Path:
+    """A model of the tiny recipe's shape, from a seed; what it says does not matter here."""
+    from rstar2.learner.tiny import make_tiny
+
+    make_tiny(directory / "model", 0)
+    return directory / "model"
+
+
+def median_of(made: Sequence[Measured], policy: str, field: str) -> float:
+    return statistics.median(float(getattr(m, field)) for m in made if m.policy == policy)
+
+
+def rows_of(made: Sequence[Measured], policies: Sequence[str]) -> list[Row]:
+    """Ours against each rival."""
+    ours = median_of(made, OURS, "speed")
+    rows = []
+    for policy in policies:
+        if policy == OURS:
+            continue
+        target = {"static_split": ">= 1.3"}.get(policy, ">= 0.98")
+        rows.append(
+            Row(f"tokens/s, {policy}", ours, median_of(made, policy, "speed"), target, "", policy)
+        )
+    worst = max(m.preemptions for m in made if m.policy == OURS)
+    rows.append(Row("preemptions of ours, worst run", float(worst), None, "== 0"))
+    return rows
+
+
+def print_table(made: Sequence[Measured], policies: Sequence[str]) -> None:
+    """Everything measured, medians over the repetitions."""
+    table = Table("policy", "tokens/s", "wall s", "preemptions", "idle", "moved", box=None)
+    for policy in policies:
+        table.add_row(
+            policy,
+            f"{median_of(made, policy, 'speed'):.0f}",
+            f"{median_of(made, policy, 'wall_s'):.1f}",
+            f"{median_of(made, policy, 'preemptions'):.0f}",
+            f"{median_of(made, policy, 'idle_share'):.1%}",
+            f"{median_of(made, policy, 'moved'):.0f}",
+        )
+    Console(stderr=True).print(table)
+
+
+def main() -> int:
+    parser = arguments(str(__doc__).partition("\n")[0])
+    parser.add_argument("--model", type=Path, help="a model directory [the tiny model, untrained]")
+    parser.add_argument("--rollouts", type=int, help="[256; 48 with --quick]")
+    parser.add_argument("--repetitions", type=int, help="[3; 1 with --quick]")
+    parser.add_argument("--policies", default=",".join((OURS, *RIVALS)))
+    args = parser.parse_args()
+    setting = Setting(
+        rollouts=args.rollouts or (48 if args.quick else 256),
+        repetitions=args.repetitions or (1 if args.quick else 3),
+    )
+    policies = args.policies.split(",")
+    with tempfile.TemporaryDirectory() as directory:
+        model = args.model or make_model(Path(directory))
+        made, fitted = asyncio.run(compare(model, setting, policies, args))
+    print_table(made, policies)
+    notes = {
+        "setting": asdict(setting),
+        "engine_model": json.loads(fitted.model.to_json()),
+        "engine_model_error": {"median": fitted.median_error, "worst": fitted.worst_error},
+        "runs": [{**asdict(m), "speed": m.speed} for m in made],
+    }
+    return finish("scheduler_vllm", rows_of(made, policies), args, notes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

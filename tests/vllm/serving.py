@@ -1,0 +1,42 @@
+"""Engines as these tests use them, and waiting for what they report."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from rstar2.engine.vllm import VllmEngine
+from rstar2.engine.vllm_server import ServerSettings
+from rstar2.types import EngineLoad
+
+KV_TOKENS = 2048
+MAX_LENGTH = 512
+SEQUENCES = 32
+
+
+def engine_of(name: str, model: Path, *, packed_linears: bool = False) -> VllmEngine:
+    """An engine with a server of its own, not started."""
+    settings = ServerSettings(
+        model=str(model),
+        kv_tokens=KV_TOKENS,
+        max_sequences=SEQUENCES,
+        max_length=MAX_LENGTH,
+        packed_linears=packed_linears,
+    )
+    return VllmEngine(name, server=settings)
+
+
+async def until(engine: VllmEngine, condition: Callable[[EngineLoad], bool]) -> EngineLoad:
+    """Wait until the engine reports what is wanted; returns that report."""
+    async with asyncio.timeout(60):
+        while not condition(load := await engine.load()):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    return load
+
+
+async def eventually(condition: Callable[[], bool], deadline_s: float) -> None:
+    """Wait until something is so."""
+    async with asyncio.timeout(deadline_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)

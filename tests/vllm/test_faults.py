@@ -1,0 +1,114 @@
+"""Servers that are killed, hang or cannot start: nothing is lost, and it is said why."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import psutil
+import pytest
+from miniature import miniature
+from reference import learner_of
+from serving import engine_of, eventually
+
+from rstar2.agent.template import Template
+from rstar2.codeenv.client import CodeEnvClient
+from rstar2.config import AgentConfig, CodeEnvConfig, SamplingConfig, SchedulerConfig
+from rstar2.engine.base import Engine
+from rstar2.engine.vllm import VllmEngine
+from rstar2.engine.vllm_keeper import members
+from rstar2.errors import EngineError
+from rstar2.learner.weights import publish
+from rstar2.problems.load import load_problems
+from rstar2.rollout.fleet import Fleet
+from rstar2.rollout.groups import GroupRunner, Limits, together
+from rstar2.rollout.scheduler import Scheduler
+from rstar2.types import Group, WeightVersion
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+
+PROBE = list(range(20, 84))
+VERSION = 7
+GROUPS, ROLLOUTS = 6, 8
+
+Engines = tuple[VllmEngine, VllmEngine, VllmEngine]
+
+
+def server_of(engine: VllmEngine) -> list[psutil.Process]:
+    """The API server, its engine core and workers."""
+    assert engine.pid is not None
+    return psutil.Process(engine.pid).children(recursive=True)
+
+
+async def test_killed_engine_loses_no_rollout_and_comes_back_proven(
+    engines: Engines, stage: Path, data: Path
+) -> None:
+    """kill -9 of a server in the middle of a step: every rollout of every group ends, once."""
+    from transformers import AutoTokenizer
+
+    learner = learner_of(stage)
+    recipe = miniature(data, deterministic=False)
+    problems = load_problems(recipe.rl.problems, "train", count=None, seed=0)
+
+    async def recover(engine: Engine) -> WeightVersion:
+        await engine.start()
+        assert (await engine.load()).version != VERSION, "it comes back stale"
+        await publish(learner, [engine], VERSION, PROBE)
+        return VERSION
+
+    fleet = Fleet(engines[:2], Scheduler(SchedulerConfig()), recover=recover)
+    await publish(learner, engines[:2], VERSION, PROBE)
+    fleet.require(VERSION)
+    for engine in engines[:2]:
+        fleet.join(engine.name, VERSION)
+    async with await CodeEnvClient.start(CodeEnvConfig(slots=2)) as tools:
+        template = Template(AutoTokenizer.from_pretrained(stage), recipe.template)
+        runner = GroupRunner(fleet, tools, tools, template, AgentConfig(generate_deadline_s=300))
+
+        async def draw(index: int, attempt: int) -> Group:
+            return await runner.run(
+                problems[index % len(problems)],
+                group_id=f"kill{attempt}/{index}",
+                step=1,
+                seeds=range(ROLLOUTS),
+                limits=Limits(SamplingConfig(), 128, 3),
+            )
+
+        work = asyncio.ensure_future(together(draw(i, 0) for i in range(GROUPS)))
+        await eventually(lambda: fleet.scheduler.running("vllm-0") > 0, 60)
+        for process in server_of(engines[0]):
+            process.kill()
+        groups = await work
+        assert [len(g.trajectories) for g in groups] == [ROLLOUTS] * GROUPS
+        assert [dict(g.dropped) for g in groups] == [{}] * GROUPS
+        assert {u.name: u.deaths for u in fleet.take_use()} == {"vllm-0": 1, "vllm-1": 0}
+        versions = {
+            v for g in groups for t in g.trajectories for u in t.turns for v, _ in u.versions
+        }
+        assert versions == {VERSION}
+
+        await eventually(lambda: engines[0] in fleet.alive, 300)
+        await together(draw(i, 1) for i in range(GROUPS))
+        assert all(u.turns > 0 for u in fleet.take_use()), "the engine that came back serves"
+    await fleet.close()
+
+
+async def test_a_hung_server_is_replaced_by_start(engines: Engines) -> None:
+    """SIGSTOP: alive, but it does not answer."""
+    engine = engines[2]
+    old = engine.pid
+    for process in server_of(engine):
+        process.suspend()
+    await engine.start()
+    assert engine.pid != old
+    assert old is not None
+    assert members(old) == []
+    assert len(await engine.score(PROBE)) == len(PROBE) - 1
+
+
+async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    engine = engine_of("broken", tmp_path)
+    with pytest.raises(EngineError, match="its last words"):
+        await engine.start()
+    assert engine.pid is None
