@@ -22,6 +22,8 @@ COMMANDS = {
     "sft": ("rstar2.cli.train", "sft", "run only the SFT stage of a recipe"),
     "ablate": ("rstar2.cli.ablate", "ablate", "compare RoC with its alternatives over seeds"),
     "eval": ("rstar2.cli.eval", "app", "score a model on benchmarks; compare two scores"),
+    "view": ("rstar2.cli.view", "view", "look inside runs: a local page, live"),
+    "entropy": ("rstar2.cli.entropy", "entropy", "where a policy is uncertain, token by token"),
     "chat": ("rstar2.cli.chat", "chat", "watch an agent think, call Python, read and answer"),
     "data": ("rstar2.cli.data", "app", "prepare training data: clean, decontaminate, grade"),
     "codeenv": ("rstar2.cli.codeenv", "app", "serve, run and measure the code environment"),

@@ -32,35 +32,40 @@ class Segment:
     text: str
     outcome: str = ""
     failed: bool = False
+    turn: int = 0
+    """Number of the turn that it belongs to, and for a result its number in that turn."""
+    result: int = 0
 
 
 def segments(trajectory: Trajectory) -> list[Segment]:
     """The pieces of a trajectory, in order."""
     calls = [
-        (call, turn.results if call is turn.calls[-1] else ())
-        for turn in trajectory.turns
+        (number, call, turn.results if call is turn.calls[-1] else ())
+        for number, turn in enumerate(trajectory.turns)
         for call in turn.calls
     ]
     found: list[Segment] = []
-    awaited = 0
+    awaited = turn = 0
     for kind, text in _blocks(trajectory.text):
         if kind == "tool_call" and calls:
-            call, results = calls.pop(0)
-            found.append(Segment("code", call.code or call.raw or text))
-            found += [_result(result) for result in results]
+            turn, call, results = calls.pop(0)
+            found.append(Segment("code", call.code or call.raw or text, turn=turn))
+            found += [_result(result, turn, number) for number, result in enumerate(results)]
             awaited += len(results)
+            turn += bool(results)  # they end it
         elif kind == "tool_response" and awaited:
             awaited -= 1
         elif text:
             shown = {"tool_call": "code", "answer": "answer"}.get(kind, "thought")
-            found.append(Segment(shown, text))
+            found.append(Segment(shown, text, turn=turn))
     return found
 
 
-def _result(result: ToolResult) -> Segment:
+def _result(result: ToolResult, turn: int, number: int) -> Segment:
     ours = result.outcome is Outcome.INFRASTRUCTURE
-    text = result.message if ours else tool_text(result)
-    return Segment("result", text.strip(), result.outcome.value, not result.outcome.succeeded)
+    text = (result.message if ours else tool_text(result)).strip()
+    failed = not result.outcome.succeeded
+    return Segment("result", text, result.outcome.value, failed, turn, number)
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,156 @@
+"""What each sampled token was sampled for, from the text alone. Pure.
+
+| class       | tokens                                                                        |
+|-------------|-------------------------------------------------------------------------------|
+| reasoning   | free text, but for the next two                                               |
+| after_ok    | the first WINDOW tokens of free text after tool responses that all succeeded   |
+| after_error | the same after a response that failed                                         |
+| code        | the value of `code` in a tool call                                            |
+| answer      | inside <answer>                                                               |
+| format      | tags, special tokens, and the JSON around the code                            |
+
+A token belongs where its first character stands (white space before it apart), so every sampled
+token has exactly one class and nothing else has any.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rstar2.types import Trajectory
+
+WINDOW = 48
+"""Tokens of free text after a tool response that count as reflecting on it."""
+TOP_SHARE = 0.2
+
+REASONING, AFTER_OK, AFTER_ERROR = "reasoning", "after_ok", "after_error"
+CODE, ANSWER, FORMAT = "code", "answer", "format"
+CLASSES = (REASONING, AFTER_OK, AFTER_ERROR, CODE, ANSWER, FORMAT)
+
+_TAG = re.compile(r"</?(?:reason|tool_call|tool_response|answer)>|<\|[^<>|]{1,40}\|>")
+_CODE = re.compile(r'"code"\s*:\s*"')
+_STRING = re.compile(r'(?:[^"\\]|\\.)*', re.S)
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One sampled token."""
+
+    turn: int
+    index: int
+    """Its place in the turn."""
+    piece: str
+    kind: str
+    entropy: float
+    logprob: float
+    top: bool = False
+    """Among the trajectory's 20% of highest entropy."""
+
+
+def classify(texts: Sequence[Sequence[str]], failures: Sequence[bool | None]) -> list[list[str]]:
+    """The class of every token of every turn.
+
+    `texts` holds the pieces of each turn; `failures` says what the tool responses before each turn
+    came to: None for none, else whether any of them failed.
+    """
+    return [_turn(pieces, failed) for pieces, failed in zip(texts, failures, strict=True)]
+
+
+def failures_before(trajectory: Trajectory) -> list[bool | None]:
+    """For each turn, whether a tool response just before it failed; None if there was none."""
+    before: list[bool | None] = [None]
+    for turn in trajectory.turns:
+        outcomes = [result.outcome for result in turn.results]
+        before.append(any(o.failed for o in outcomes) if outcomes else None)
+    return before[: len(trajectory.turns)]
+
+
+def tokens_of(
+    trajectory: Trajectory,
+    texts: Sequence[Sequence[str]],
+    entropies: Sequence[Sequence[float]],
+    share: float = TOP_SHARE,
+) -> list[Token]:
+    """All sampled tokens of a trajectory, classed, the uncertain ones marked."""
+    kinds = classify(texts, failures_before(trajectory))
+    tokens = [
+        Token(number, index, piece, kind, float(entropy), float(logprob))
+        for number, (turn, pieces, values, names) in enumerate(
+            zip(trajectory.turns, texts, entropies, kinds, strict=True)
+        )
+        for index, (piece, kind, entropy, logprob) in enumerate(
+            zip(pieces, names, values, turn.logprobs, strict=True)
+        )
+    ]
+    marked = top_tokens([token.entropy for token in tokens], share)
+    return [
+        Token(t.turn, t.index, t.piece, t.kind, t.entropy, t.logprob, i in marked)
+        for i, t in enumerate(tokens)
+    ]
+
+
+def top_tokens(entropies: Sequence[float], share: float = TOP_SHARE) -> frozenset[int]:
+    """Places of the given share of tokens with the highest entropy; of equal ones the first."""
+    count = round(share * len(entropies))
+    order = sorted(range(len(entropies)), key=lambda i: (-entropies[i], i))
+    return frozenset(order[:count])
+
+
+# --------------------------------------------------------------------------- one turn
+
+
+def _turn(pieces: Sequence[str], failed: bool | None) -> list[str]:
+    text = "".join(pieces)
+    spans = _spans(text)
+    free = REASONING if failed is None else AFTER_ERROR if failed else AFTER_OK
+    left = WINDOW
+    kinds, at, cursor = [], 0, 0
+    for piece in pieces:
+        start = at + len(piece) - len(piece.lstrip())
+        start = min(start, at + max(0, len(piece) - 1))
+        while cursor < len(spans) and spans[cursor][1] <= start:
+            cursor += 1
+        inside = cursor < len(spans) and spans[cursor][0] <= start
+        if inside:
+            kinds.append(spans[cursor][2])
+        elif left > 0 or free == REASONING:
+            kinds.append(free)
+            left -= 1
+        else:
+            kinds.append(REASONING)
+        at += len(piece)
+    return kinds
+
+
+def _spans(text: str) -> list[tuple[int, int, str]]:
+    """(start, end, class) of everything that is not free text, in order, without overlap."""
+    spans: list[tuple[int, int, str]] = []
+    opened: tuple[str, int] | None = None
+    for match in _TAG.finditer(text):
+        tag = match[0]
+        if opened is not None and (tag == f"</{opened[0]}>" or tag.startswith("<|")):
+            spans += _inner(text, opened[0], opened[1], match.start())
+            opened = None
+        elif opened is not None:
+            continue  # text within a call or an answer, whatever it looks like
+        spans.append((match.start(), match.end(), FORMAT))
+        if tag in ("<tool_call>", "<answer>"):
+            opened = (tag[1:-1], match.end())
+    if opened is not None:
+        spans += _inner(text, opened[0], opened[1], len(text))
+    return sorted(spans)
+
+
+def _inner(text: str, tag: str, start: int, end: int) -> list[tuple[int, int, str]]:
+    """What stands between an opening tag and its end."""
+    if tag == "answer":
+        return [(start, end, ANSWER)] if start < end else []
+    found = _CODE.search(text, start, end)
+    if found is None:
+        return [(start, end, FORMAT)] if start < end else []
+    string = _STRING.match(text, found.end(), end)
+    close = string.end() if string else found.end()
+    parts = [(start, found.end(), FORMAT), (found.end(), close, CODE), (close, end, FORMAT)]
+    return [part for part in parts if part[0] < part[1]]

@@ -1,0 +1,202 @@
+"""A run's figures as the page draws them: head, curves by stage, evaluations. Plain data out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from rstar2.record import MODES, evaluation_stage, filter_stage
+from rstar2.viewer.run import Run
+
+MOST_POINTS = 1200
+"""Points of one curve that are sent; longer ones are thinned."""
+MOST_EVENTS = 60
+_HEAD = ("stage", "step", "time")
+
+
+def head(run: Run) -> dict[str, Any]:
+    """What a list of runs shows of one."""
+    if run.trouble:
+        return {
+            "name": run.name, "path": str(run.path), "status": "unreadable",
+            "trouble": run.trouble, "version": 0,
+        }  # fmt: skip
+    rl = [m for m in run.metrics.values if m.get("stage") in run.stage_names]
+    times = [m["time"] for m in run.metrics.values if _number(m.get("time"))]
+    model = run.recipe.get("model") or {}
+    return {
+        "name": run.name,
+        "path": str(run.path),
+        "status": run.status,
+        "trouble": "",
+        "version": run.version,
+        "progress": run.progress,
+        "unreadable": run.unreadable,
+        "recipe": run.recipe.get("name"),
+        "seed": run.recipe.get("seed"),
+        "model": model.get("path"),
+        "variant": ((run.recipe.get("rl") or {}).get("roc") or {}).get("variant"),
+        "rl_steps": len(rl),
+        "rl_steps_planned": sum(
+            int(s.get("steps") or 0) for s in (run.recipe.get("rl") or {}).get("stages") or []
+        ),
+        "now": _now(run),
+        "reward": _last(rl, "reward"),
+        "failing": _last(rl, "failing_calls_in_correct"),
+        "length": _last(rl, "response_length"),
+        "busy_s": sum(_value(m.get("time/step")) for m in run.metrics.values),
+        "updated": max(times, default=None),
+        "evaluations": [_evaluation(e) for e in _evaluations(run)],
+        "rollouts": sum(c.rollouts.count for c in run.catalogs.values()),
+    }
+
+
+def overview(run: Run) -> dict[str, Any]:
+    """Everything the page of one run needs but its curves."""
+    about = head(run)
+    if run.trouble:
+        return about
+    return about | {
+        "stages": stages(run),
+        "events": run.events.values[-MOST_EVENTS:],
+        "environment": _facts(run.environment),
+        "settings": run.recipe,
+    }
+
+
+def stages(run: Run) -> list[dict[str, Any]]:
+    """The stages on record in the order a run passes them, with how many steps precede each."""
+    found = []
+    offset = 0
+    for name in ["sft", *run.stage_names]:
+        for stage, kind in (
+            (filter_stage(name), "filter"),
+            (name, "sft" if name == "sft" else "rl"),
+            *((evaluation_stage(name, mode), "evaluation") for mode in MODES),
+        ):
+            steps = [int(m["step"]) for m in run.metrics.values if m.get("stage") == stage]
+            catalog = run.catalogs.get(stage)
+            if not steps and catalog is None:
+                continue
+            found.append(
+                {
+                    "name": stage,
+                    "kind": kind,
+                    "offset": offset if kind == "rl" else 0,
+                    "steps": max(steps, default=0),
+                    "recorded": catalog.steps() if catalog else [],
+                    "groups": len(catalog.groups) if catalog else 0,
+                    "rollouts": catalog.rollouts.count if catalog else 0,
+                }
+            )
+            if kind == "rl":
+                offset += max(steps, default=0)
+    return found
+
+
+def curves(run: Run) -> dict[str, Any]:
+    """All metrics as columns by stage: {stage: {"step": [...], "metrics": {name: [...]}}}."""
+    by_stage: dict[str, list[dict[str, Any]]] = {}
+    for line in run.metrics.values:
+        by_stage.setdefault(str(line.get("stage")), []).append(line)
+    found = {}
+    for stage, lines in by_stage.items():
+        thinned = _thin(lines)
+        names = dict.fromkeys(name for line in thinned for name in line if name not in _HEAD)
+        found[stage] = {
+            "step": [line.get("step") for line in thinned],
+            "time": [line.get("time") for line in thinned],
+            "metrics": {name: [_finite(line.get(name)) for line in thinned] for name in names},
+        }
+    return {"version": run.version, "stages": found}
+
+
+def step_metrics(run: Run, stage: str, step: int) -> dict[str, Any]:
+    """The recorded figures of one step."""
+    for line in run.metrics.values:
+        if line.get("stage") == stage and line.get("step") == step:
+            return {name: _finite(value) for name, value in line.items() if name not in _HEAD}
+    return {}
+
+
+# --------------------------------------------------------------------------- parts
+
+
+def _evaluations(run: Run) -> list[dict[str, Any]]:
+    """In the order of stages; of several with equal stage and mode the last."""
+    order = ["sft", *run.stage_names]
+    known = {
+        (e.get("stage"), e.get("mode")): e
+        for e in run.evaluations.values
+        if e.get("stage") in order and isinstance(e.get("accuracy"), dict)
+    }
+    return sorted(known.values(), key=lambda e: (order.index(e["stage"]), str(e.get("mode"))))
+
+
+def _evaluation(evaluation: dict[str, Any]) -> dict[str, Any]:
+    kinds = evaluation.get("kinds") or {}
+    return {
+        **{
+            name: evaluation.get(name)
+            for name in ("stage", "step", "mode", "accuracy", "failing_calls_in_correct")
+        },
+        **{
+            name: evaluation.get(name)
+            for name in ("tool_errors", "mean_length", "mean_turns", "truncated", "wall_s")
+        },
+        "kinds": kinds,
+        "rollouts": evaluation_stage(str(evaluation["stage"]), str(evaluation.get("mode"))),
+    }
+
+
+def _now(run: Run) -> dict[str, Any] | None:
+    """The last step on record."""
+    if not run.metrics.values:
+        return None
+    line = run.metrics.values[-1]
+    return {"stage": line.get("stage"), "step": line.get("step")}
+
+
+def _last(lines: list[dict[str, Any]], name: str, window: int = 5) -> float | None:
+    """Mean of the last values of a metric: one step is noise."""
+    values = [m[name] for m in lines[-window:] if _number(m.get(name))]
+    return sum(values) / len(values) if values else None
+
+
+def _thin(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every n-th line and the last one."""
+    stride = math.ceil(len(lines) / MOST_POINTS) or 1
+    kept = lines[::stride]
+    if lines and kept[-1] is not lines[-1]:
+        kept.append(lines[-1])
+    return kept
+
+
+def _facts(about: dict[str, Any]) -> dict[str, Any]:
+    packages = about.get("packages") or {}
+    wanted: Iterable[tuple[str, Any]] = (
+        ("rstar2", about.get("rstar2")),
+        ("commit", str(about.get("commit") or "")[:12]),
+        ("python", about.get("python")),
+        *((name, packages.get(name)) for name in ("torch", "transformers", "vllm")),
+        ("processor", about.get("cpu")),
+        ("cores", about.get("cores")),
+        ("memory", f"{about.get('memory_gb')} GB" if about.get("memory_gb") else None),
+        ("GPU", about.get("gpu")),
+        ("command", " ".join(map(str, about.get("command") or []))),
+    )
+    return {name: value for name, value in wanted if value not in (None, "")}
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _value(value: Any) -> float:
+    return float(value) if _number(value) else 0.0
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN; a figure that is none leaves a gap."""
+    return value if not isinstance(value, float) or math.isfinite(value) else None

@@ -1,0 +1,76 @@
+// All runs that were opened: what each came to, and their curves over each other.
+
+import { h } from "/static/dom.js";
+import { at, get } from "/static/api.js";
+import { ago, number, percent, seconds, whole } from "/static/format.js";
+import { figure, spark } from "/static/chart.js";
+import { status } from "/static/parts.js";
+
+const COMPARED = [
+  ["reward", "Reward", "Share of right answers among the rollouts drawn.", percent, [0, 1]],
+  ["failing_calls_in_correct", "Failing calls in correct rollouts", "How clean success is.", percent, [0, 0.1]],
+  ["response_length", "Response length", "Tokens, tool output included.", number, null],
+  ["entropy", "Entropy", "Per sampled token.", number, null],
+  ["truncated", "Truncated", "Rollouts cut at the length limit.", percent, [0, 0.1]],
+  ["time/step", "Seconds a step", "", number, null],
+];
+
+export async function load(_, query, context) {
+  const heads = await get("runs");
+  const curves = new Map();
+  await Promise.all(heads.filter((r) => !r.trouble).map(async (r) => curves.set(r.name, await get("curves", r.name))));
+  if (heads.length === 1 && query.all === undefined) { await context.go(at.run(heads[0].name), { replace: true }); }
+  const node = h("section", null, ...view(heads, curves));
+  return {
+    title: "runs", node, crumbs: [["runs", null]], running: heads.some((r) => r.status === "running"),
+    async update() { const again = await load(_, { all: "" }, context); node.replaceChildren(...again.node.childNodes); },
+  };
+}
+
+function view(heads, curves) {
+  return [
+    h("h1", null, heads.length === 1 ? "One run" : `${heads.length} runs`),
+    h("div.scroll", null, h("table.runs", null,
+      h("thead", null, h("tr", null, ["run", "", "recipe", "seed", "RL steps", "reward", "", "accuracy, first → last", "failing calls in correct", "length", "work", "last step"].map((t) => h(t === "recipe" ? "th.left" : "th", null, t)))),
+      h("tbody", null, heads.map((r) => row(r, curves.get(r.name)))))),
+    ...heads.filter((r) => r.trouble).map((r) => h("p.notice.bad", { role: "alert" }, h("b", null, r.name), `: ${r.trouble}`)),
+    h("h2", null, "Compared"),
+    h("div.grid2", null, COMPARED.map(([metric, title, note, format, range]) => figure(heads.filter((r) => curves.has(r.name)).map((r, i) => line(r, curves.get(r.name), metric, i)), { title, note, format, range, xName: "RL step" }))),
+    compared(heads),
+  ];
+}
+
+function row(r, curve) {
+  if (r.trouble) return h("tr", { tabindex: "0" }, h("th", null, r.name), h("td", null, status(r.status)), h("td.left", { colspan: "10" }, "written in another format: see below"));
+  const ends = ["sampled", "greedy"].map((mode) => r.evaluations.filter((e) => e.mode === mode)).find((e) => e.length) || [];
+  const first = ends[0], last = ends.at(-1);
+  const href = at.run(r.name);
+  return h("tr", { tabindex: "0", data: { row: href } },
+    h("th", null, h("a", { href }, r.name)), h("td", null, status(r.status)),
+    h("td.left", null, r.recipe, r.variant && h("span.muted", null, ` · ${r.variant}`)), h("td", null, r.seed),
+    h("td", null, whole(r.rl_steps), h("span.muted", null, ` / ${whole(r.rl_steps_planned)}`)),
+    h("td", null, percent(r.reward)), h("td", null, curve ? spark(line(r, curve, "reward", 0).y, percent) : ""),
+    h("td", null, last ? [h("span.muted", null, `${percent(first.accuracy.mean)} → `), h("b", null, percent(last.accuracy.mean))] : "–"),
+    h("td", null, percent(r.failing)), h("td", null, whole(r.length)), h("td", null, seconds(r.busy_s)), h("td", null, ago(r.updated)));
+}
+
+/** One metric over all RL stages of a run, by RL step. */
+export function line(r, curves, metric, index) {
+  const x = [], y = [];
+  let offset = 0;
+  for (const [name, stage] of Object.entries(curves.stages)) {
+    if (name === "sft" || name.startsWith("eval-") || name.startsWith("filter-")) continue;
+    stage.step.forEach((step, i) => { x.push(offset + step); y.push(stage.metrics[metric]?.[i] ?? null); });
+    offset += stage.step.at(-1) || 0;
+  }
+  return { name: r.name, colour: index, x, y, smooth: 5 };
+}
+
+function compared(heads) {
+  const rows = heads.filter((r) => !r.trouble).flatMap((r) => r.evaluations.map((e) => [r, e]));
+  if (!rows.length) return null;
+  return h("div", null, h("h2", null, "Evaluations"), h("div.scroll", null, h("table", null,
+    h("thead", null, h("tr", null, ["run", "after", "mode", "accuracy", "95% interval", "failing calls in correct", "tool errors", "mean length", "truncated"].map((t) => h("th", null, t)))),
+    h("tbody", null, rows.map(([r, e]) => h("tr", null, h("th", null, r.name), h("td", null, e.stage), h("td", null, e.mode), h("td", null, h("b", null, percent(e.accuracy.mean))),
+      h("td.muted", null, `${percent(e.accuracy.low)} – ${percent(e.accuracy.high)}`), h("td", null, percent(e.failing_calls_in_correct)), h("td", null, percent(e.tool_errors)), h("td", null, whole(e.mean_length)), h("td", null, percent(e.truncated))))))));
+}
