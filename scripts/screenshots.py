@@ -24,7 +24,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 WIDTHS = {"desktop": (1280, 860), "phone": (390, 800)}
 THEMES = ("light", "dark")
-READY_MS = 60_000
+READY_MS = 300_000
 
 
 def main() -> int:

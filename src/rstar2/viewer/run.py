@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from rstar2.agent.pieces import Pieces, find_tokenizer
 from rstar2.errors import UserError
 from rstar2.record import SCHEMA, read_environment, read_recipe
 from rstar2.record.read import GroupLine
 from rstar2.types import TokenValues
 from rstar2.viewer.catalog import Catalog, GroupRef
-from rstar2.viewer.pieces import Pieces, find_tokenizer
 from rstar2.viewer.tails import Records, Tail, read_at
 
 HELD_LINES = 8
 """Decoded groups kept for the next request: a reader goes back and forth within one."""
 HEAD_BYTES = 200
+YIELD_S = 0.001
+"""Pause between two slices: locks are not fair, and a reader must get its turn."""
 
 
 class NotRecordedError(UserError):
@@ -86,6 +89,7 @@ class Run:
         for catalog in list(self.catalogs.values()):
             with self.lock:
                 changed |= catalog.refresh()
+            time.sleep(YIELD_S)
         if changed:
             self.version += 1
         return changed

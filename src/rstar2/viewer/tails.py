@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-CHUNK = 1 << 22
+CHUNK = 1 << 21
 
 
 @dataclass(frozen=True, slots=True)
