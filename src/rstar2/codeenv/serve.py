@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import secrets
@@ -145,6 +146,8 @@ async def _serve(
             server_header=False, timeout_keep_alive=75, ws="none", backlog=1024,
         )
     )  # fmt: skip
+    gc.collect()
+    gc.freeze()  # what is imported stays: no collection needs to look at it again
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     stats = pool.stats()
     on_ready(Ready(_url(config, sock), stats.isolation, stats.slots))
