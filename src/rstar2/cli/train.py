@@ -58,6 +58,10 @@ FreshOption = Annotated[bool, typer.Option("--fresh", help="remove an earlier ru
 DryOption = Annotated[
     bool, typer.Option("--dry-run", help="print the resolved recipe and where each value came from")
 ]
+RayOption = Annotated[
+    str | None,
+    typer.Option("--ray-address", help="run on this Ray cluster (host:port, or auto)"),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
 
 
@@ -68,10 +72,12 @@ def train(
     seed: SeedOption = None,
     fresh: FreshOption = False,
     dry_run: DryOption = False,
+    ray_address: RayOption = None,
     json: JsonOption = False,
 ) -> None:
     """Run a recipe: SFT, RL stages, evaluation after each. Goes on where it was stopped."""
-    loaded = load_recipe(recipe, set_ or (), seed=seed)
+    joined = [f"cluster.address={ray_address}"] if ray_address else []
+    loaded = load_recipe(recipe, [*(set_ or ()), *joined], seed=seed)
     if dry_run:
         show(loaded, run)
     else:

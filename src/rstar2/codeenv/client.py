@@ -23,7 +23,7 @@ from typing import cast
 
 from rstar2.codeenv import wire
 from rstar2.codeenv.dispatch import Call, ClientStats, Dispatcher
-from rstar2.codeenv.endpoint import Endpoint
+from rstar2.codeenv.endpoint import Endpoint, Owned
 from rstar2.codeenv.local import LocalServer
 from rstar2.codeenv.protocol import RunRequest, SessionInfo, VerifyRequest, VerifyResult
 from rstar2.codeenv.results import failure
@@ -34,6 +34,21 @@ from rstar2.types import ToolResult
 
 CONNECT_DEADLINE_S = 15.0
 SESSION_DEADLINE_S = 30.0
+NOWHERE = "http://127.0.0.1:9"
+"""Where a server is said to be until it has told."""
+
+
+async def _start_all(config: CodeEnvConfig, servers: Sequence[Owned]) -> list[Endpoint]:
+    """Start all servers at once; if one cannot, the others end and its error is raised."""
+    results = await asyncio.gather(*(s.start() for s in servers), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            await asyncio.gather(*(s.stop() for s in servers), return_exceptions=True)
+            raise result
+    return [
+        Endpoint(cast(wire.Ready, ready).url, server.token, config.batch, server)
+        for server, ready in zip(servers, results, strict=True)
+    ]
 
 
 class CodeEnvClient:
@@ -48,14 +63,14 @@ class CodeEnvClient:
         self._closed = False
 
     @classmethod
-    async def start(cls, config: CodeEnvConfig) -> CodeEnvClient:
-        """Connect to config.urls, or start and own a local server when there are none."""
+    async def start(
+        cls, config: CodeEnvConfig, servers: Sequence[Owned] | None = None
+    ) -> CodeEnvClient:
+        """Connect to config.urls, or start and own servers: those given, else a local one."""
         if config.urls:
             endpoints = [Endpoint(url, config.token, config.batch, None) for url in config.urls]
         else:
-            owned = LocalServer(config)
-            ready = await owned.start()
-            endpoints = [Endpoint(ready.url, owned.token, config.batch, owned)]
+            endpoints = await _start_all(config, servers or [LocalServer(config)])
         client = cls(config, endpoints)
         try:
             await client._connect()
@@ -87,6 +102,12 @@ class CodeEnvClient:
                     f"no code environment answered within {CONNECT_DEADLINE_S:g} s: {reasons}"
                 )
             await asyncio.sleep(0.2)
+
+    def add(self, server: Owned) -> None:
+        """Own one more server from now on; it is started, and revived, in the background."""
+        endpoint = Endpoint(NOWHERE, server.token, self.config.batch, server)
+        self.endpoints.append(endpoint)
+        self._dispatcher.spawn(endpoint.monitor(self._dispatcher.wake))
 
     async def __aenter__(self) -> CodeEnvClient:
         return self

@@ -10,10 +10,9 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rstar2.codeenv import wire
-from rstar2.codeenv.local import LocalServer
 from rstar2.codeenv.transport import Address, Connections, TransportError
 from rstar2.errors import CodeEnvError, InfrastructureError, QueueFullError, UserError
 
@@ -28,10 +27,25 @@ REVIVE_FIRST_S, REVIVE_MOST_S = 0.05, 2.0
 S = TypeVar("S")
 
 
+class Owned(Protocol):
+    """A server that its endpoint starts and revives: a local process, or one on another node."""
+
+    token: str
+
+    @property
+    def running(self) -> bool: ...
+
+    async def start(self) -> wire.Ready: ...
+
+    async def wait(self) -> int: ...
+
+    async def stop(self) -> None: ...
+
+
 class Endpoint:
     """State of one server; only the client's event loop touches it."""
 
-    def __init__(self, url: str, token: str | None, batch: int, owned: LocalServer | None) -> None:
+    def __init__(self, url: str, token: str | None, batch: int, owned: Owned | None) -> None:
         self.owned = owned
         self.batch = batch
         self.outstanding = 0
@@ -121,7 +135,7 @@ class Endpoint:
             for wait in waits:
                 wait.cancel()
 
-    async def _process_end(self, owned: LocalServer) -> None:
+    async def _process_end(self, owned: Owned) -> None:
         self.mark_down(f"its process ended with status {await owned.wait()}")
 
     async def _revive(self) -> None:

@@ -27,11 +27,9 @@ STOP_DEADLINE_S = 15.0
 class LocalServer:
     """One owned server process at a time."""
 
-    def __init__(self, config: CodeEnvConfig) -> None:
+    def __init__(self, config: CodeEnvConfig, host: str = "127.0.0.1") -> None:
         self.token = secrets.token_hex(16)
-        self.config = config.model_copy(
-            update={"urls": (), "token": self.token, "host": "127.0.0.1"}
-        )
+        self.config = config.model_copy(update={"urls": (), "token": self.token, "host": host})
         self.ready = Ready()
         self._process: asyncio.subprocess.Process | None = None
 

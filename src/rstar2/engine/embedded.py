@@ -273,7 +273,16 @@ class EmbeddedEngine:
 
 
 def _post(mailbox: int, state: Mapping[str, torch.Tensor]) -> None:
-    """Write a state dict to the mailbox as safetensors; tied tensors are written once."""
+    """Write a state dict to the mailbox as safetensors."""
+    data = memoryview(pack_state(state))
+    os.ftruncate(mailbox, 0)
+    offset = 0
+    while offset < len(data):
+        offset += os.pwrite(mailbox, data[offset:], offset)
+
+
+def pack_state(state: Mapping[str, torch.Tensor]) -> bytes:
+    """A state dict as one safetensors file; tied tensors are written once."""
     from safetensors.torch import save
 
     unique: dict[str, torch.Tensor] = {}
@@ -286,11 +295,7 @@ def _post(mailbox: int, state: Mapping[str, torch.Tensor]) -> None:
         seen.add(key)
         # A copy: safetensors refuses views of shared storage.
         unique[name] = tensor.to("cpu", copy=True).contiguous()
-    data = memoryview(save(unique))
-    os.ftruncate(mailbox, 0)
-    offset = 0
-    while offset < len(data):
-        offset += os.pwrite(mailbox, data[offset:], offset)
+    return save(unique)
 
 
 class _Link:

@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,16 @@ class RankError(InfrastructureError):
     """A learner rank died or failed; the group is closed."""
 
 
+class Ranks(Protocol):
+    """Learners that are called alike; a failure of one is an InfrastructureError."""
+
+    def start(self, args: tuple[Any, ...], options: dict[str, Any]) -> None: ...
+
+    def call(self, method: str, args: tuple[Any, ...], deadline_s: float) -> Any: ...
+
+    def close(self, grace_s: float = CLOSE_S) -> None: ...
+
+
 class LearnerGroup:
     """`learner.ranks` learners that act as one."""
 
@@ -59,16 +69,22 @@ class LearnerGroup:
         seed: int,
         device: str = "cpu",
         call_deadline_s: float = CALL_S,
+        ranks: Ranks | None = None,
     ) -> None:
+        """`ranks` run elsewhere than in processes of this one; they are started here."""
         options = {"total_steps": total_steps, "seed": seed, "device": device}
         self._lock = threading.Lock()
         self._deadline_s = call_deadline_s
         self._local: Learner | None = None
-        self._ranks: _Ranks | None = None
-        if learner.ranks == 1:
+        self._ranks: Ranks | None = None
+        if ranks is not None:
+            ranks.start((str(model_dir), learner, optimizer), options)
+            self._ranks = ranks
+        elif learner.ranks == 1:
             self._local = Learner(model_dir, learner, optimizer, **options)  # type: ignore[arg-type]
         else:
-            self._ranks = _Ranks((str(model_dir), learner, optimizer), options, learner.ranks)
+            self._ranks = _Ranks(learner.ranks)
+            self._ranks.start((str(model_dir), learner, optimizer), options)
 
     def _call(self, method: str, *args: Any) -> Any:
         with self._lock:
@@ -157,22 +173,26 @@ class LearnerGroup:
 class _Ranks:
     """Processes and pipes of a group."""
 
-    def __init__(self, args: tuple[Any, ...], options: dict[str, Any], count: int) -> None:
-        # A clean process imports torch once and forks the ranks, instead of one import per rank.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+    def __init__(self, count: int) -> None:
+        self.count = count
         self._rendezvous = tempfile.TemporaryDirectory(prefix="rstar2-ranks-")
-        store = Path(self._rendezvous.name) / "store"
         self._pipes: list[Connection] = []
         self._lifelines: list[Connection] = []
         self._processes: list[ForkServerProcess] = []
+
+    def start(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Start the processes and wait until each has its learner."""
+        # A clean process imports torch once and forks the ranks, instead of one import per rank.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        store = Path(self._rendezvous.name) / "store"
         try:
-            for rank in range(count):
+            for rank in range(self.count):
                 ours, theirs = context.Pipe()
                 watched, held = context.Pipe(duplex=False)
                 process = context.Process(
                     target=_serve,
-                    args=(rank, count, str(store), theirs, watched, args, options),
+                    args=(rank, self.count, str(store), theirs, watched, args, options),
                     name=f"rstar2-learner-{rank}",
                     daemon=True,
                 )

@@ -20,7 +20,8 @@ everything overlaps: rollouts of all groups, their tool calls and their grading.
 
 State moves forward in one place, after a step is complete and recorded; a checkpoint holds that
 state together with the learner's. So kill -9 at any moment loses at most the steps since the last
-checkpoint, and the same call does them again, with the same seeds.
+checkpoint, and the same call does them again, with the same seeds. A lost learner rank is the same
+without the kill: the group is made anew and the steps since the last checkpoint are done again.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from time import monotonic
 from rstar2.config import Recipe
 from rstar2.errors import CheckpointError
 from rstar2.learner.checkpoint import CheckpointStore
+from rstar2.learner.group import RankError
 from rstar2.pipeline import stages
 from rstar2.pipeline.parts import Parts, open_parts
 from rstar2.pipeline.stages import SFT, Desk
@@ -42,6 +44,8 @@ from rstar2.record import RunDirectory, read_evaluations
 from rstar2.types import Evaluation
 
 BEST = "best"
+REBUILDS = 3
+"""How often lost learner ranks of one machine are made anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +65,18 @@ class Result:
 async def run(recipe: Recipe, run: RunDirectory, view: View) -> Result:
     """Run a recipe in its directory, or go on where an earlier call was stopped."""
     started = monotonic()
-    async with open_parts(recipe, run.path) as parts:
+    async with open_parts(recipe, run.path, run.event) as parts:
         desk = make_desk(recipe, run, view, parts)
-        state = await restore(desk)
-        state = await initial_policy(desk, state)
-        for stage in recipe.rl.stages:
-            if stage.name not in state.done and not state.collapsed:
-                if stage.difficulty is not None and stage.name not in state.kept:
-                    state = await stages.hard_problems(desk, stage, state)
-                state = await stages.rl(desk, stage, state)
-                await close_stage(desk, stage.name, state)
-            await conclude(desk, stage.name, state)
+        rebuilds = recipe.cluster.rebuilds if recipe.cluster is not None else REBUILDS
+        while True:
+            try:
+                state = await train(desk)
+                break
+            except RankError as error:
+                if not rebuilds:
+                    raise
+                rebuilds -= 1
+                await rebuild(desk, error)
     return Result(
         path=run.path,
         evaluations=tuple(read_evaluations(run.path)),
@@ -80,6 +85,28 @@ async def run(recipe: Recipe, run: RunDirectory, view: View) -> Result:
         wall_s=monotonic() - started,
         collapsed=state.collapsed,
     )
+
+
+async def train(desk: Desk) -> State:
+    """The stages that are left, from the newest checkpoint on."""
+    state = await restore(desk)
+    state = await initial_policy(desk, state)
+    for stage in desk.recipe.rl.stages:
+        if stage.name not in state.done and not state.collapsed:
+            if stage.difficulty is not None and stage.name not in state.kept:
+                state = await stages.hard_problems(desk, stage, state)
+            state = await stages.rl(desk, stage, state)
+            await close_stage(desk, stage.name, state)
+        await conclude(desk, stage.name, state)
+    return state
+
+
+async def rebuild(desk: Desk, error: RankError) -> None:
+    """A learner rank is gone: make the group anew; training goes on from the last checkpoint."""
+    desk.run.event("lost", part="learner", why=str(error))
+    desk.view.note("a learner rank was lost; going on from the last checkpoint")
+    await desk.parts.rebuild_learner()
+    desk.run.event("back", part="learner")
 
 
 async def initial_policy(desk: Desk, state: State) -> State:

@@ -26,24 +26,28 @@ from rstar2.codeenv.client import CodeEnvClient
 from rstar2.config import OptimizerConfig, Recipe, SchedulerConfig
 from rstar2.engine.base import Engine
 from rstar2.engine.make import make_engines
-from rstar2.errors import EngineError, RecipeError, WeightUpdateError
+from rstar2.errors import EngineError, InfrastructureError, RecipeError, WeightUpdateError
 from rstar2.learner.weights import probe_tolerance, publish
 from rstar2.problems.load import load_problems
 from rstar2.rollout.fleet import Fleet
 from rstar2.rollout.groups import GroupRunner, together
 from rstar2.rollout.scheduler import Scheduler
+from rstar2.rollout.watch import Watchdog
 from rstar2.types import Problem, WeightVersion
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
+    from rstar2.cluster.site import Site
     from rstar2.learner.group import LearnerGroup
 
 log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Notify = Callable[..., None]
+"""Takes an event's name and its facts: what happened to the parts, for the record."""
 
 TINY, SMOLLM2 = "tiny", "smollm2"
 PROBE_TOKENS = 64
@@ -60,8 +64,12 @@ class Parts:
         tokenizer: PreTrainedTokenizerFast,
         learner: LearnerGroup,
         executor: ThreadPoolExecutor,
+        *,
+        site: Site | None = None,
+        notify: Notify = lambda event, **facts: None,
     ) -> None:
         self.recipe, self.model_dir = recipe, model_dir
+        self.site, self.notify = site, notify
         self.tokenizer, self.learner = tokenizer, learner
         self.template = Template(tokenizer, recipe.template)
         self.problems: tuple[Problem, ...] = ()
@@ -73,13 +81,16 @@ class Parts:
         self.heldout = load_problems(
             recipe.evaluation.problems, "heldout", count=recipe.evaluation.count
         )
-        self._engines = make_engines(recipe, model_dir)
+        self._engines: Sequence[Engine] = (
+            make_engines(recipe, model_dir) if site is None else site.engines(model_dir)
+        )
         self._executor = executor
         self._weights = Weights(learner)
         self._published: WeightVersion | None = None
         self._fleet: Fleet | None = None
         self._tools: CodeEnvClient | None = None
         self._starting: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._changing = asyncio.Lock()
 
     # ------------------------------------------------------------------ learning
@@ -97,6 +108,16 @@ class Parts:
 
         return await asyncio.get_running_loop().run_in_executor(self._executor, locked)
 
+    async def rebuild_learner(self) -> None:
+        """A new learner in place of one that lost a rank; it has the initial weights."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._executor, self.learner.close)
+        _, self.learner = await loop.run_in_executor(
+            self._executor, load_model, self.recipe, self.model_dir, self.site
+        )
+        self._weights.replace(self.learner)
+        self._published = None
+
     # ------------------------------------------------------------------ serving
 
     def start_serving(self) -> None:
@@ -109,9 +130,19 @@ class Parts:
         self._fleet = Fleet(engines, Scheduler(scheduling(self.recipe)), recover=self._recover)
 
         async def start_tools() -> None:
-            self._tools = await CodeEnvClient.start(self.recipe.codeenv)
+            if self.site is None:
+                self._tools = await CodeEnvClient.start(self.recipe.codeenv)
+            else:
+                self._tools = await self.site.tools()
 
         await together([start_tools(), *(engine.start() for engine in engines)])
+        dog = Watchdog(
+            self._fleet,
+            self._probe,
+            hang_s=self.recipe.engine.hang_s,
+            on_hang=lambda name: self.notify("hung", part=name),
+        )
+        self._watching = asyncio.ensure_future(dog.run())
 
     def check(self) -> None:
         """Raise what went wrong in the background, if anything has."""
@@ -143,11 +174,10 @@ class Parts:
         if version == self._published:
             return {}
         fleet.require(version)
-        engines = list(fleet.engines.values())
         for attempt in range(1, PUBLISH_ATTEMPTS + 1):
             await fleet.settle()  # whoever was being brought back is started here instead
             try:
-                await together(engine.start() for engine in engines)
+                engines = await self._started(fleet)
                 metrics = await self._prove(engines, version)
                 break
             except (EngineError, WeightUpdateError) as error:
@@ -159,13 +189,31 @@ class Parts:
         self._published = version
         return metrics
 
+    async def _started(self, fleet: Fleet) -> list[Engine]:
+        """The engines that run; those that cannot be started are left out until the next time."""
+        engines = list(fleet.engines.values())
+        results = await asyncio.gather(*(e.start() for e in engines), return_exceptions=True)
+        for engine, result in zip(engines, results, strict=True):
+            if isinstance(result, InfrastructureError):
+                log.warning("engine %s stays away: %s", engine.name, result)
+                self.notify("away", part=engine.name, why=str(result))
+            elif isinstance(result, BaseException):
+                raise result
+        started = [e for e, r in zip(engines, results, strict=True) if r is None]
+        if not started:
+            raise EngineError(f"no engine can be started: {results[0]}")
+        return started
+
     async def _recover(self, engine: Engine) -> WeightVersion:
         """Start a dead engine again with the weights that the others serve."""
+        self.notify("lost", part=engine.name)
         await engine.start()
         async with self._changing:
-            assert self._published is not None
+            if self._published is None:
+                raise EngineError(f"{engine.name} comes back with the next weights")
             await self._prove([engine], self._published)
-            return self._published
+        self.notify("back", part=engine.name, version=self._published)
+        return self._published
 
     async def _prove(self, engines: Sequence[Engine], version: WeightVersion) -> dict[str, float]:
         """Publish to these engines; what they may differ by depends on their number format."""
@@ -178,9 +226,10 @@ class Parts:
 
     async def close(self) -> None:
         """End engines and code environment; idempotent."""
-        if self._starting is not None:
-            self._starting.cancel()
-            await asyncio.gather(self._starting, return_exceptions=True)
+        background = [task for task in (self._starting, self._watching) if task is not None]
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
         if self._fleet is not None:
             await self._fleet.close()
         if self._tools is not None:
@@ -193,6 +242,11 @@ class Weights:
     def __init__(self, learner: LearnerGroup) -> None:
         self._learner = learner
         self.lock = threading.Lock()
+
+    def replace(self, learner: LearnerGroup) -> None:
+        """From now on the weights are those of another learner."""
+        with self.lock:
+            self._learner = learner
 
     def state(self) -> dict[str, Tensor]:
         with self.lock:
@@ -210,21 +264,38 @@ class Weights:
 
 
 @asynccontextmanager
-async def open_parts(recipe: Recipe, directory: Path) -> AsyncIterator[Parts]:
+async def open_parts(
+    recipe: Recipe, directory: Path, notify: Notify = lambda event, **facts: None
+) -> AsyncIterator[Parts]:
     """Make or load the model and its learner; engines start when they are first needed."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="learner")
     loop = asyncio.get_running_loop()
     try:
         model_dir = await loop.run_in_executor(executor, find_model, recipe, directory)
-        tokenizer, learner = await loop.run_in_executor(executor, load_model, recipe, model_dir)
-        parts = Parts(recipe, model_dir, tokenizer, learner, executor)
-        try:
-            yield parts
-        finally:
-            await parts.close()
-            await loop.run_in_executor(executor, learner.close)
+        async with _site(recipe, notify) as site:
+            tokenizer, learner = await loop.run_in_executor(
+                executor, load_model, recipe, model_dir, site
+            )
+            parts = Parts(recipe, model_dir, tokenizer, learner, executor, site=site, notify=notify)
+            try:
+                yield parts
+            finally:
+                await parts.close()
+                await loop.run_in_executor(executor, parts.learner.close)
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
+
+
+@asynccontextmanager
+async def _site(recipe: Recipe, notify: Notify) -> AsyncIterator[Site | None]:
+    """The cluster that the recipe asks for, or None for this machine alone."""
+    if recipe.cluster is None:
+        yield None
+        return
+    from rstar2.cluster.site import open_site
+
+    async with open_site(recipe, notify) as site:
+        yield site
 
 
 def find_model(recipe: Recipe, directory: Path) -> Path | str:
@@ -247,7 +318,7 @@ def find_model(recipe: Recipe, directory: Path) -> Path | str:
 
 
 def load_model(
-    recipe: Recipe, model_dir: Path | str
+    recipe: Recipe, model_dir: Path | str, site: Site | None = None
 ) -> tuple[PreTrainedTokenizerFast, LearnerGroup]:
     """The tokenizer, and a learner with the initial weights."""
     import torch
@@ -266,7 +337,13 @@ def load_model(
         torch.use_deterministic_algorithms(True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     learner = LearnerGroup(
-        model_dir, recipe.learner, optimizer, total_steps=1, seed=recipe.seed, device=device
+        model_dir,
+        recipe.learner,
+        optimizer,
+        total_steps=1,
+        seed=recipe.seed,
+        device=device,
+        ranks=None if site is None else site.ranks(),
     )
     return tokenizer, learner
 

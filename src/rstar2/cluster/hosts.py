@@ -1,0 +1,167 @@
+"""What runs on the nodes: one class per kind of part, each the body of a Ray actor.
+
+An actor holds its part as a child or in its own process and ends with the driver: Ray ends actors
+whose driver is gone, and the children watch for their parent (PDEATHSIG, a leased pipe).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from rstar2.cluster.nodes import visible
+from rstar2.config import CodeEnvConfig, Recipe
+from rstar2.errors import EngineError
+
+SERVE_DEADLINE_S = 30.0
+
+
+class EngineHost:
+    """An engine and its HTTP front."""
+
+    def __init__(self, name: str, recipe: Recipe, model: str, gpus: tuple[int, ...]) -> None:
+        os.environ.update(visible(gpus))
+        self.name, self.recipe, self.model = name, recipe, model
+        self._engine: Any = None
+        self._server: Any = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self, address: str, token: str) -> tuple[str, list[int]]:
+        """Start the engine and serve it; returns its URL and the processes that are it."""
+        import uvicorn
+
+        from rstar2.cluster.engine_http import EngineApp
+
+        self._engine = make_engine(self.name, self.recipe, self.model)
+        await self._engine.start()
+        config = uvicorn.Config(
+            EngineApp(self._engine, token),
+            host=address,
+            port=0,
+            log_level="error",
+            lifespan="off",
+            access_log=False,
+        )
+        self._server = uvicorn.Server(config)
+        self._serving = asyncio.ensure_future(self._server.serve())
+        try:
+            async with asyncio.timeout(SERVE_DEADLINE_S):
+                while not self._server.started:
+                    if self._serving.done():
+                        self._serving.result()
+                        raise EngineError(f"{self.name}: its server ended at once")
+                    await asyncio.sleep(0.02)
+        except TimeoutError as error:
+            raise EngineError(f"{self.name}: its server did not start") from error
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        return f"http://{address}:{port}", [os.getpid(), *_children()]
+
+    async def stop(self) -> None:
+        """End the engine in order."""
+        if self._server is not None:
+            self._server.should_exit = True
+        if self._engine is not None:
+            await self._engine.close()
+
+
+def make_engine(name: str, recipe: Recipe, model: str) -> Any:
+    """The recipe's kind of engine, for this node."""
+    if recipe.engine.kind == "embedded":
+        from rstar2.engine.embedded import EmbeddedEngine
+
+        return EmbeddedEngine(
+            model,
+            kv_tokens=recipe.engine.kv_tokens,
+            max_sequences=recipe.engine.max_sequences,
+            max_length=recipe.model.max_length,
+            name=name,
+        )
+    from dataclasses import replace
+
+    from rstar2.engine.make import server_settings
+    from rstar2.engine.vllm import VllmEngine
+
+    settings = server_settings(recipe, model, 0)
+    size = recipe.cluster.gpus_per_engine if recipe.cluster is not None else 1
+    words = (*settings.arguments, "--tensor-parallel-size", str(size)) if size > 1 else ()
+    settings = replace(settings, arguments=words or settings.arguments, environment={})
+    return VllmEngine(name, server=settings)
+
+
+class RankHost:
+    """One learner rank; all of them are called alike, in the same order."""
+
+    def __init__(self, rank: int, gpus: tuple[int, ...]) -> None:
+        os.environ.update(visible(gpus))
+        self.rank, self.gpus = rank, gpus
+        self._learner: Any = None
+
+    def rendezvous(self, address: str) -> tuple[str, int]:
+        """Where rank 0 will meet the others, and its process."""
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return f"tcp://{address}:{probe.getsockname()[1]}", os.getpid()
+
+    def join(self, meeting: str, ranks: int, args: tuple[Any, ...], options: dict[str, Any]) -> int:
+        """Meet the others and make the learner; returns the process id."""
+        import torch
+        import torch.distributed as dist
+
+        from rstar2.learner.group import CALL_S
+        from rstar2.learner.learner import Learner
+
+        cuda = bool(self.gpus) and torch.cuda.is_available()
+        if not cuda and not args[1].threads:
+            torch.set_num_threads(1)
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            init_method=meeting,
+            rank=self.rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=CALL_S),
+        )
+        device = "cuda:0" if cuda else "cpu"
+        self._learner = Learner(*args, **{**options, "device": device})
+        return os.getpid()
+
+    def call(self, method: str, args: tuple[Any, ...]) -> Any:
+        """One method of the learner; its result is rank 0's to give."""
+        value = getattr(self._learner, method)(*args)
+        return value if self.rank == 0 else None
+
+
+class CodeEnvHost:
+    """A code environment server, started again on the same port whenever it ends."""
+
+    def __init__(self, config: CodeEnvConfig, address: str) -> None:
+        self.config, self.address = config, address
+        self._server: Any = None
+
+    async def start(self) -> tuple[str, str, list[int]]:
+        """Start the server; returns its URL, its token and the processes that are it."""
+        from rstar2.codeenv.local import LocalServer
+
+        self._server = LocalServer(self.config, host=self.address)
+        ready = await self._server.start()
+        return ready.url, self._server.token, [os.getpid(), self._server.pid]
+
+    async def ended(self) -> int:
+        """Wait for the server's process to end."""
+        return int(await self._server.wait())
+
+    async def stop(self) -> None:
+        """End the server in order."""
+        if self._server is not None:
+            await self._server.stop()
+
+
+def _children() -> list[int]:
+    """Child processes of this one."""
+    found: list[int] = []
+    for task in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+        found += [int(pid) for pid in task.read_text().split()]
+    return sorted(set(found))

@@ -1,0 +1,105 @@
+"""Learner ranks as actors, behind the interface of the ranks of one machine.
+
+Commands and batches go to the ranks as actor calls; gradients and shards go between them over
+torch.distributed (gloo on CPUs, nccl on GPUs). A rank that dies ends the group with RankError, as
+on one machine: whoever trains makes a new group and goes on from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rstar2.cluster import nodes
+from rstar2.cluster.hosts import RankHost
+from rstar2.cluster.placement import Ledger, rank_need
+from rstar2.config import Recipe
+from rstar2.errors import DeadlineError, RecipeError, UserError
+from rstar2.learner.group import RankError
+
+POLL_S = 0.2
+
+
+class RemoteRanks:
+    """All ranks of one group; every method blocks."""
+
+    def __init__(self, recipe: Recipe, ledger: Ledger, notify: Any) -> None:
+        self._recipe, self._ledger, self._notify = recipe, ledger, notify
+        self._actors: list[Any] = []
+        self._names: list[str] = []
+
+    def start(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Place the ranks, let them meet, and make a learner in each."""
+        assert self._recipe.cluster is not None
+        start_s = self._recipe.cluster.start_s
+        ranks = self._recipe.learner.ranks
+        gpus = any(node.gpus for node in self._ledger.nodes)
+        places = []
+        try:
+            for rank in range(ranks):
+                need = rank_need(self._recipe, rank, gpus=gpus)
+                place = self._ledger.take(need)
+                if place is None:
+                    raise RecipeError(
+                        f"the cluster has room for {rank} of learner.ranks = {ranks}: ask for "
+                        "fewer, or add nodes"
+                    )
+                self._names.append(need.name)
+                self._actors.append(nodes.make_actor(RankHost, place, need.cpus, rank, place.gpus))
+                places.append(place)
+            first = places[0].node.address
+            asked = [self._actors[0].rendezvous.remote(first)]
+            meeting, _ = self._answers("rendezvous", asked, start_s)[0]
+            joined = [a.join.remote(meeting, ranks, args, options) for a in self._actors]
+            pids = self._answers("start", joined, start_s)
+        except BaseException:
+            self.close(grace_s=0.0)
+            raise
+        for name, place, pid in zip(self._names, places, pids, strict=True):
+            self._notify("placed", part=name, node=place.node.address, pids=[pid])
+
+    def call(self, method: str, args: tuple[Any, ...], deadline_s: float) -> Any:
+        """Rank 0's answer once all ranks have answered."""
+        import ray
+
+        packed = ray.put(args)
+        return self._answers(
+            method, [a.call.remote(method, packed) for a in self._actors], deadline_s
+        )[0]
+
+    def _answers(self, method: str, asked: list[Any], deadline_s: float) -> list[Any]:
+        """All answers; the first failure ends the wait for the others."""
+        import ray
+        from ray.exceptions import RayError, RayTaskError
+
+        ends = time.monotonic() + deadline_s
+        missing = {reference: rank for rank, reference in enumerate(asked)}
+        answers: dict[int, Any] = {}
+        while missing:
+            ready, _ = ray.wait(list(missing), num_returns=1, timeout=POLL_S)
+            for reference in ready:
+                rank = missing.pop(reference)
+                try:
+                    answers[rank] = ray.get(reference)
+                except RayTaskError as error:
+                    if isinstance(error.cause, UserError):
+                        raise error.cause from None
+                    raise RankError(f"learner rank {rank} failed in {method}: {error}") from error
+                except RayError as error:
+                    raise RankError(
+                        f"learner rank {rank} died in {method} ({type(error).__name__})"
+                    ) from error
+            if time.monotonic() > ends:
+                raise DeadlineError(
+                    f"learner rank(s) {sorted(missing.values())} did not answer {method} within "
+                    f"{deadline_s:g} s"
+                )
+        return [answers[rank] for rank in range(len(asked))]
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """End all ranks now: what they held is in the checkpoints."""
+        for actor in self._actors:
+            nodes.kill(actor)
+        for name in self._names:
+            self._ledger.release(name)
+        self._actors, self._names = [], []

@@ -1,0 +1,155 @@
+"""Ray, as far as rstar2 uses it: join or start a cluster, list nodes, make and end actors.
+
+All calls that may block run in threads, so the driver's event loop never waits for Ray; every
+wait has a deadline and a name. `import ray` is here and in the functions that need it only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+from rstar2.cluster.placement import Node, Place
+from rstar2.errors import DeadlineError, InfrastructureError, UserError
+
+T = TypeVar("T")
+
+
+class NodeError(InfrastructureError):
+    """A node or an actor on it is gone."""
+
+
+def connect(address: str | None, *, cpus: float) -> None:
+    """Join a running cluster, or start one on this machine that ends with this process."""
+    try:
+        import ray
+    except ImportError as error:
+        raise UserError(
+            "a recipe with a cluster: section needs Ray: pip install 'rstar2[ray]'"
+        ) from error
+    if ray.is_initialized():
+        return
+    options: dict[str, Any] = {
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+        "include_dashboard": False,
+    }
+    if address is None:
+        # Parts take turns on the cores of one machine: Ray must not refuse them a place.
+        options["num_cpus"] = max(os.cpu_count() or 1, int(-(-cpus // 1)))
+    else:
+        options = {"address": address, "log_to_driver": False, "logging_level": logging.ERROR}
+    try:
+        ray.init(**options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = address or "this machine"
+        raise UserError(f"no Ray cluster could be joined at {where}: {error}") from error
+
+
+def disconnect() -> None:
+    """Leave the cluster; actors of this driver end with it."""
+    import ray
+
+    ray.shutdown()
+
+
+def list_nodes() -> tuple[Node, ...]:
+    """Living nodes, in the order of their ids."""
+    import ray
+
+    found = []
+    for entry in ray.nodes():
+        if entry["Alive"]:
+            resources = entry["Resources"]
+            found.append(
+                Node(
+                    id=entry["NodeID"],
+                    address=entry["NodeManagerAddress"],
+                    cpus=float(resources.get("CPU", 0.0)),
+                    gpus=int(resources.get("GPU", 0)),
+                )
+            )
+    return tuple(sorted(found, key=lambda node: node.id))
+
+
+def make_actor(kind: type, place: Place, cpus: float, *args: Any, concurrency: int = 0) -> Any:
+    """An actor of a class on a given node, and nowhere else; not yet known to be alive.
+
+    GPUs are handed out by our own ledger (`Place.gpus`), so Ray is asked for CPUs alone.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    options: dict[str, Any] = {
+        "num_cpus": cpus,
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(place.node.id, soft=False),
+    }
+    if concurrency:
+        options["max_concurrency"] = concurrency
+    return ray.remote(kind).options(**options).remote(*args)
+
+
+async def answer(reference: Awaitable[T], what: str, deadline_s: float) -> T:
+    """An actor's answer; its death is a NodeError, its own named errors are raised as they are."""
+    from ray.exceptions import RayError, RayTaskError
+
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await reference
+    except TimeoutError as error:
+        raise DeadlineError(f"{what}: no answer within {deadline_s:g} s") from error
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, InfrastructureError | UserError):
+            raise cause from None
+        raise NodeError(f"{what}: {error}") from error
+    except RayError as error:
+        raise NodeError(f"{what}: {type(error).__name__}: {_first_line(error)}") from error
+
+
+def kill(actor: Any) -> None:
+    """End an actor's process now; one that is gone already is fine."""
+    import ray
+    from ray.exceptions import RayError
+
+    try:
+        ray.kill(actor, no_restart=True)
+    except (RayError, ValueError) as error:
+        logging.getLogger(__name__).info("an actor was gone already: %s", error)
+
+
+def on_every_node(function: Callable[..., T], *args: Any, deadline_s: float) -> dict[str, T | str]:
+    """What a function answers on each living node, by the node's address; or why it did not."""
+    import ray
+    from ray.exceptions import RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    asked = {}
+    for node in list_nodes():
+        strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
+        task = ray.remote(function).options(num_cpus=0, scheduling_strategy=strategy)
+        asked[f"{node.address} ({node.id[:6]})"] = task.remote(*args)
+    answers: dict[str, T | str] = {}
+    for name, reference in asked.items():
+        try:
+            answers[name] = ray.get(reference, timeout=deadline_s)
+        except RayError as error:
+            answers[name] = f"{type(error).__name__}: {_first_line(error)}"
+    return answers
+
+
+def visible(gpus: tuple[int, ...]) -> Mapping[str, str]:
+    """What makes a process see its own GPUs and no others."""
+    if not gpus:
+        return {}
+    listed = ",".join(map(str, gpus))
+    return {"CUDA_VISIBLE_DEVICES": listed, "HIP_VISIBLE_DEVICES": listed}
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,140 @@
+"""A cluster as the pipeline sees it: engines, learner ranks and code environments, supervised.
+
+    what fails         who sees it, and when                     what happens
+    engine process     its connection breaks: at once            its turns go elsewhere, by id; it
+                       (idle: the next look at its load)         starts anew, stale until proven
+    engine hangs       cannot score within engine.hang_s         its host is ended; then the same
+    code environment   its host tells: at once                   the same calls elsewhere, by id; it
+                                                                 is started again on its node
+    learner rank       its call breaks: at once                  a new group, the last checkpoint
+    node               Ray's health check; a look each watch_s   all of this, on other nodes
+    node joins         a look each watch_s                       it gets a code environment, and at
+                                                                 the next publish missing engines
+    driver             Ray ends its actors                       the same command goes on
+
+`Site` keeps no state that a resumed run would need.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from rstar2.cluster import nodes
+from rstar2.cluster.codeenv import RemoteServer
+from rstar2.cluster.engines import RemoteEngine
+from rstar2.cluster.learner import RemoteRanks
+from rstar2.cluster.placement import Ledger, Node, check_room, engine_need
+from rstar2.codeenv.client import CodeEnvClient
+from rstar2.config import Recipe
+
+log = logging.getLogger(__name__)
+
+Notify = Callable[..., None]
+
+
+class Site:
+    """The parts of one run on one cluster."""
+
+    def __init__(self, recipe: Recipe, found: tuple[Node, ...], notify: Notify) -> None:
+        assert recipe.cluster is not None
+        self.recipe, self.notify = recipe, notify
+        self.watch_s = recipe.cluster.watch_s
+        self.ledger = Ledger(found)
+        self._engines: list[RemoteEngine] = []
+        self._servers: dict[str, RemoteServer] = {}
+        self._tools: CodeEnvClient | None = None
+        self._watching = asyncio.ensure_future(self._watch())
+
+    def engines(self, model: Path | str) -> list[RemoteEngine]:
+        """The recipe's engines, not yet started."""
+        gpus = self.recipe.engine.kind == "vllm" and any(n.gpus for n in self.ledger.nodes)
+        self._engines = [
+            RemoteEngine(
+                engine_need(self.recipe, index, gpus=gpus),
+                self.recipe,
+                model,
+                self.ledger,
+                self.notify,
+            )
+            for index in range(self.recipe.engine.count)
+        ]
+        return self._engines
+
+    def ranks(self) -> RemoteRanks:
+        """Learner ranks, not yet started."""
+        return RemoteRanks(self.recipe, self.ledger, self.notify)
+
+    async def tools(self) -> CodeEnvClient:
+        """A client of one code environment per node, or of those that the recipe names."""
+        config = self.recipe.codeenv
+        if config.urls:
+            return await CodeEnvClient.start(config)
+        servers = [self._server(node) for node in self.ledger.nodes]
+        self._tools = await CodeEnvClient.start(config, servers)
+        return self._tools
+
+    def _server(self, node: Node) -> RemoteServer:
+        server = RemoteServer(self.recipe.codeenv, node, self.notify)
+        self._servers[node.id] = server
+        return server
+
+    # ------------------------------------------------------------------ supervision
+
+    async def _watch(self) -> None:
+        """Look at the nodes again and again."""
+        while True:
+            await asyncio.sleep(self.watch_s)
+            alive = {node.id: node for node in await asyncio.to_thread(nodes.list_nodes)}
+            known = {node.id: node for node in self.ledger.nodes}
+            for node_id in known.keys() - alive.keys():
+                await self._left(known[node_id])
+            for node_id in alive.keys() - known.keys():
+                await self._joined(alive[node_id])
+
+    async def _left(self, node: Node) -> None:
+        """A node is gone: whoever waits for its parts is told at once."""
+        parts = self.ledger.leave(node.id)
+        log.warning("node %s is gone, with %s", node.address, ", ".join(parts) or "no part")
+        self.notify("node_lost", node=node.id, address=node.address, parts=list(parts))
+        if node.id in self._servers:
+            self._servers.pop(node.id).gone = True
+        await asyncio.gather(*(e.cut() for e in self._engines if e.name in parts))
+
+    async def _joined(self, node: Node) -> None:
+        """A node has joined: it gets a code environment now, and engines as they are started."""
+        self.ledger.join(node)
+        self.notify("node_joined", node=node.id, address=node.address)
+        if self._tools is not None:
+            self._tools.add(self._server(node))
+
+    async def close(self) -> None:
+        """Stop looking; the parts are closed by whoever was given them."""
+        self._watching.cancel()
+        results = await asyncio.gather(self._watching, return_exceptions=True)
+        if isinstance(results[0], Exception):
+            log.warning("watching the nodes had failed: %r", results[0])
+
+
+@asynccontextmanager
+async def open_site(recipe: Recipe, notify: Notify) -> AsyncIterator[Site]:
+    """Join or start the cluster, check that the recipe has room on it, and watch it."""
+    assert recipe.cluster is not None
+    wanted = (
+        recipe.engine.count * recipe.cluster.engine_cpus
+        + recipe.learner.ranks * recipe.cluster.rank_cpus
+    )
+    await asyncio.to_thread(nodes.connect, recipe.cluster.address, cpus=wanted)
+    try:
+        found = await asyncio.to_thread(nodes.list_nodes)
+        check_room(recipe, found)
+        site = Site(recipe, found, notify)
+        try:
+            yield site
+        finally:
+            await site.close()
+    finally:
+        await asyncio.to_thread(nodes.disconnect)

@@ -1,0 +1,78 @@
+"""Finds engines that answer and do not work: health is not proof of generation.
+
+An engine with turns to do is asked to score a short text, which goes through its model. One that
+cannot, twice in a row within the deadline, hangs: it is cut off, so that everything that waits for
+it fails at once; the fleet then runs those turns elsewhere and brings it back, stale until proven.
+Two strikes, because a machine that stood still looks the same once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from rstar2.engine.base import Engine
+from rstar2.errors import DeadlineError, EngineError
+from rstar2.rollout.fleet import Fleet
+
+log = logging.getLogger(__name__)
+
+STRIKES = 2
+
+
+class Watchdog:
+    """Looks after the engines of a fleet until it is cancelled; run it as a task."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        probe_ids: Sequence[int],
+        *,
+        hang_s: float,
+        on_hang: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self.fleet, self.probe_ids = fleet, tuple(probe_ids)
+        self.hang_s, self.on_hang = hang_s, on_hang
+
+    async def run(self) -> None:
+        """One watch per engine; none of them ends by itself."""
+        await asyncio.gather(*(self._watch(engine) for engine in self.fleet.engines.values()))
+
+    async def _watch(self, engine: Engine) -> None:
+        strikes = 0
+        while True:
+            await asyncio.sleep(self.hang_s / 4)
+            if not self._busy(engine.name):
+                strikes = 0
+                continue
+            strikes = 0 if await self._works(engine) else strikes + 1
+            if strikes == STRIKES:
+                strikes = 0
+                log.warning("engine %s hangs: no score within %g s", engine.name, self.hang_s)
+                self.on_hang(engine.name)
+                await cut_off(engine)
+
+    def _busy(self, name: str) -> bool:
+        scheduler = self.fleet.scheduler
+        return name in scheduler.engines and scheduler.running(name) > 0
+
+    async def _works(self, engine: Engine) -> bool:
+        """Whether it can score; one that died is somebody else's business."""
+        try:
+            async with asyncio.timeout(self.hang_s / STRIKES):
+                await engine.score(self.probe_ids)
+        except (TimeoutError, DeadlineError):
+            return False
+        except EngineError as error:
+            log.info("engine %s did not score: %s", engine.name, error)
+        return True
+
+
+async def cut_off(engine: Engine) -> None:
+    """End an engine that does not answer; whoever waits for it gets an EngineError now."""
+    end = getattr(engine, "cut", engine.close)
+    try:
+        await end()
+    except EngineError as error:
+        log.warning("engine %s did not end in order: %s", engine.name, error)
