@@ -142,9 +142,12 @@ def run(
     asked = replace(asked, **{name: value for name, value in given.items() if value is not None})
     if directory is not None:
         asked = replace(asked, max_length=longest(directory, asked.max_length))
+    loaded = recorded_set(directory, asked, count) if preset == RUN and not on else None
     if preset == RUN:
         count = count or recipe.evaluation.count
-    job = Job(recipe, asked, load_sets(sets, count), directory, url, served_model, api_key)
+    job = Job(
+        recipe, asked, loaded or load_sets(sets, count), directory, url, served_model, api_key
+    )
     path = (out or Path("evals") / job.label).absolute()
     conclude(job.execute(path, concurrency), json=json)
 
@@ -216,6 +219,17 @@ def resolve(
     if not sets:
         raise UserError("--on says which benchmarks (or --preset paper takes the paper's)")
     return asked, sets
+
+
+def recorded_set(directory: Path | None, asked: Asked, count: int | None) -> list[Benchmark] | None:
+    """The problems that a run was itself evaluated on, as it recorded them; None if it did not."""
+    from rstar2.evaluate.benchmarks import Benchmark
+    from rstar2.record import read_groups
+
+    assert directory is not None
+    run = directory.parent.parent
+    problems = tuple(line.group.problem for line in read_groups(run, asked.stream))
+    return [Benchmark("heldout", str(run), problems[:count])] if problems else None
 
 
 def load_sets(sets: list[str], count: int | None) -> list[Benchmark]:

@@ -96,6 +96,15 @@ class Score:
     """Verdicts that a re-scoring changed: `to_right`, `to_wrong`."""
 
 
+NOTHING = Estimate(0.0, 0.0, 1.0, 0)
+"""Of no problem: anything is possible (and JSON knows no NaN)."""
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """A share per problem, averaged; NOTHING if no problem has one."""
+    return shares(values) if values else NOTHING
+
+
 def verdict(answer: Answer, grader: str) -> Verdict:
     """What counts of an answer that was graded."""
     trajectory = answer.trajectory
@@ -160,13 +169,15 @@ def score(
     return Score(
         benchmark=benchmark,
         samples=samples,
-        average=shares([row.correct / row.answers for row in rows]),
-        majority=shares([row.majority for row in rows]),
+        average=estimate([row.correct / row.answers for row in rows]),
+        majority=estimate([row.majority for row in rows]),
         passes={
-            str(k): shares([at_least_one(r.answers, r.correct, k) for r in rows if r.answers >= k])
+            str(k): estimate(
+                [at_least_one(r.answers, r.correct, k) for r in rows if r.answers >= k]
+            )
             for k in powers(samples)
         },
-        tokens=bootstrap([row.mean_tokens for row in rows]),
+        tokens=bootstrap([row.mean_tokens for row in rows]) if rows else NOTHING,
         mean_turns=mean(one.turns for one in found),
         tool_use=mean(bool(one.outcomes) for one in found),
         calls=calls / len(found) if found else 0.0,

@@ -103,8 +103,7 @@ def score_table(results: Results) -> Group:
         table.add_row(
             Text(score.benchmark, style="bold"),
             str(score.average.count),
-            accuracy(score.average),
-            *map(accuracy, more),
+            *(accuracy(e) if e.count else Text("-") for e in (score.average, *more)),
             f"{score.tokens.mean:.0f}",
             f"{score.mean_turns:.2f}",
             f"{score.calls:.2f}",

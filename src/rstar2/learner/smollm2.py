@@ -78,6 +78,7 @@ def load_weights(file: Path, eos: int, pad: int) -> LlamaForCausalLM:
     with torch.device("meta"):  # weights drawn at random would only be overwritten
         model = LlamaForCausalLM(LlamaConfig(**settings, bos_token_id=None))
     model.load_state_dict(source.state_dict(), assign=True)
+    model.tie_weights()  # assigning has made two parameters of embedding and head
     return model
 
 

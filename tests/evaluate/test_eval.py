@@ -1,0 +1,188 @@
+"""`rstar2 eval` with every real part: model, engine, scheduler, code environment, grader."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rstar2.cli import main
+from rstar2.evaluate.store import answers_file, read_answers
+from rstar2.record import read_evaluations, read_groups
+
+pytestmark = pytest.mark.timeout(600)
+
+DEADLINE_S = 300
+
+
+def call(*words: object) -> None:
+    """Run the command in this process; it ends by SystemExit."""
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", *map(str, words)])
+    assert ended.value.code in (0, None), f"exit {ended.value.code}"
+
+
+def results(path: Path) -> dict[str, Any]:
+    return dict(json.loads((path / "results.json").read_text()))
+
+
+def drawn(path: Path) -> dict[tuple[str, int], Any]:
+    """What was sampled for each answer, and its verdict."""
+    return {
+        (a.problem_id, a.sample): (
+            [turn.sampled_ids for turn in a.trajectory.turns],
+            a.trajectory.seed,
+            a.trajectory.correct,
+        )
+        for a in read_answers(path, "heldout")
+    }
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sampled"])
+def test_it_is_the_pipelines_own_number(trained: Path, tmp_path: Path, mode: str) -> None:
+    flags = ["--greedy"] if mode == "greedy" else []
+    call(trained, "--preset", "run", *flags, "--out", tmp_path / "e")
+    (own,) = [e for e in read_evaluations(trained) if e.mode == mode]
+    found = results(tmp_path / "e")["scores"]["heldout"]
+    assert found["average"] == {
+        "mean": own.accuracy.mean,
+        "low": own.accuracy.low,
+        "high": own.accuracy.high,
+        "count": own.accuracy.count,
+    }
+    assert found["tokens"]["mean"] == own.mean_length
+    assert found["failing_calls_in_correct"] == own.failing_calls_in_correct
+    rollouts = {
+        (t.problem_id, index): [turn.sampled_ids for turn in t.turns]
+        for line in read_groups(trained, f"eval-sft-{mode}")
+        for index, t in enumerate(line.group.trajectories)
+    }
+    assert {key: ids for key, (ids, _, _) in drawn(tmp_path / "e").items()} == rollouts
+
+
+@pytest.fixture(scope="module")
+def whole(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An evaluation that was never interrupted: 8 problems, 8 answers each."""
+    path = tmp_path_factory.mktemp("whole") / "e"
+    call(trained, "--preset", "run", "-k", 8, "--out", path)
+    return path
+
+
+def test_killed_in_the_middle_it_ends_with_the_same_result(
+    trained: Path, whole: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "e"
+    words = ["eval", str(trained), "--preset", "run", "-k", "8", "--out", str(path)]
+    killed_after = kill_after(6, [*words, "--concurrency", "1"], answers_file(path, "heldout"))
+    assert 6 <= killed_after < 64
+    before = answers_file(path, "heldout").read_bytes()
+    call(*words[1:])
+    after = answers_file(path, "heldout").read_bytes()
+    assert after.startswith(before[: before.rindex(b"\n") + 1]), "nothing was written again"
+    lines = list(read_answers(path, "heldout"))
+    assert len(lines) == 64 == len({(a.problem_id, a.sample) for a in lines}), "each answer once"
+    assert drawn(path) == drawn(whole)
+    one, other = results(path)["scores"]["heldout"], results(whole)["scores"]["heldout"]
+    assert one | {"wall_s": 0} == other | {"wall_s": 0}
+
+
+def kill_after(count: int, words: list[str], file: Path) -> int:
+    """Start the command in its own process and kill it, -9, once so many answers are there."""
+    started = subprocess.Popen(
+        [sys.executable, "-m", "rstar2", *words],
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    ends = time.monotonic() + DEADLINE_S
+    try:
+        while (found := _lines(file)) < count:
+            assert started.poll() is None, "it ended by itself"
+            assert time.monotonic() < ends, "it never answered"
+            time.sleep(0.005)
+    finally:
+        started.send_signal(signal.SIGKILL)
+        started.wait(30)
+    return max(found, _lines(file))
+
+
+def _lines(file: Path) -> int:
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def test_more_samples_keep_the_answers_there_are(
+    trained: Path, whole: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "e"
+    call(trained, "--preset", "run", "-k", 2, "--out", path)
+    first = answers_file(path, "heldout").read_bytes()
+    call(trained, "--preset", "run", "-k", 4, "--out", path)
+    assert answers_file(path, "heldout").read_bytes().startswith(first)
+    expected = {key: value for key, value in drawn(whole).items() if key[1] < 4}
+    assert drawn(path) == expected
+
+
+def test_stored_answers_are_scored_again_without_generating(whole: Path, tmp_path: Path) -> None:
+    before, stored = results(whole), answers_file(whole, "heldout").read_bytes()
+    call(whole, "--rescore")
+    same = results(whole)
+    assert same["rescored"]
+    assert same["scores"]["heldout"]["average"] == before["scores"]["heldout"]["average"]
+    assert answers_file(whole, "heldout").read_bytes() == stored
+
+    flipped = tmp_path / "flipped.jsonl"
+    problems = [json.loads(line) for line in (whole / "problems" / "heldout.jsonl").open()]
+    for problem in problems:
+        problem["answer"] = str(1 - int(problem["answer"]))
+    flipped.write_text("".join(json.dumps(p) + "\n" for p in problems))
+    call(whole, "--rescore", "--on", f"heldout={flipped}")
+    after = results(whole)["scores"]["heldout"]
+    assert after["settled"]["to_wrong"] == sum(
+        a.trajectory.correct for a in read_answers(whole, "heldout")
+    )
+    assert after["settled"]["to_right"] > 0
+    call(whole, "--rescore")
+    assert results(whole)["scores"]["heldout"]["average"] == before["scores"]["heldout"]["average"]
+
+
+def test_a_page_and_a_comparison_come_of_it(
+    whole: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (whole / "report.html").read_text()
+    assert "pass@k" in page
+    assert "http://" not in page
+    assert "src=" not in page
+    call(trained, "--preset", "run", "-k", 8, "--temperature", 0.2, "--out", tmp_path / "e")
+    capsys.readouterr()
+    call("compare", whole, tmp_path / "e", "--json")
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["problems"] == 8
+    assert 0 < row["p"] <= 1
+    assert row["difference"]["mean"] == pytest.approx(row["second"] - row["first"])
+    call("compare", whole, whole)
+    assert "1.000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "give a model directory"),
+        (["--url", "http://x", "--preset", "run"], "takes a run directory"),
+        (["--url", "http://x"], "--on says which"),
+        (["--url", "http://x", "--on", "imo=nowhere.jsonl"], "nowhere"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_sentence(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", *words])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err

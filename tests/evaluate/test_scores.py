@@ -1,0 +1,110 @@
+"""Figures of a benchmark against hand-computed values."""
+
+from __future__ import annotations
+
+import pytest
+from evaluate_helpers import given, problem, said
+
+from rstar2.evaluate.scores import majority, powers, score, verdict, vote
+from rstar2.types import Outcome
+
+
+def test_avg_pass_and_maj_by_hand() -> None:
+    problems = [problem("a", kind="x"), problem("b", kind="x"), problem("c", kind="y")]
+    verdicts = [
+        *(said("a", n, "1", True) for n in (0, 1, 2)),
+        said("a", 3, "7"),
+        said("b", 0, "1", True),
+        *(said("b", n, "9") for n in (1, 2, 3)),
+        *(said("c", n, None) for n in range(4)),
+    ]
+    found = score("set", problems, verdicts, samples=4)
+    assert found.average.mean == pytest.approx((0.75 + 0.25 + 0.0) / 3)
+    assert found.majority.mean == pytest.approx(1 / 3)
+    # pass@2 from 4: 1 - C(1,2)/C(4,2) = 1, 1 - C(3,2)/C(4,2) = 1/2, 0
+    assert found.passes["2"].mean == pytest.approx(1.5 / 3)
+    assert found.passes["1"].mean == pytest.approx(found.average.mean)
+    assert found.passes["4"].mean == pytest.approx(2 / 3)
+    assert {kind: e.mean for kind, e in found.kinds.items()} == {"x": 0.5, "y": 0.0}
+    assert found.tokens.mean == 25
+    assert found.missing == 0
+    assert [row.correct for row in found.problems] == [3, 1, 0]
+
+
+def test_intervals_are_over_problems_and_hold_the_mean() -> None:
+    problems = [problem(str(n)) for n in range(40)]
+    rights = {(p.id, s): (n + s) % 3 == 0 for n, p in enumerate(problems) for s in (0, 1)}
+    verdicts = [said(id, s, "1" if right else "2", right) for (id, s), right in rights.items()]
+    found = score("set", problems, verdicts, samples=2)
+    for estimate in (found.average, found.majority, *found.passes.values()):
+        assert estimate.low < estimate.mean < estimate.high
+        assert estimate.count == 40
+
+
+def test_answers_that_are_not_there_are_missing_and_not_wrong() -> None:
+    verdicts = [said("a", 0, "1", True), said("a", 1, "1", True), said("b", 0, "1", True)]
+    found = score("set", [problem("a"), problem("b"), problem("c")], verdicts, samples=2)
+    assert found.missing == 3
+    assert found.average.mean == 1.0
+    assert found.average.count == 2
+    assert found.passes["2"].count == 1, "a problem with one answer says nothing about pass@2"
+
+
+def test_samples_beyond_those_asked_for_do_not_count() -> None:
+    verdicts = [said("a", 0, "1", True), said("a", 1, "2"), said("a", 2, "2")]
+    assert score("set", [problem("a")], verdicts, samples=1).average.mean == 1.0
+
+
+@pytest.mark.parametrize(
+    ("votes", "expected"),
+    [
+        ([("1", True), ("1", True), ("2", False)], 1.0),
+        ([("1", True), ("2", False)], 0.5),
+        ([("1", True), ("2", False), ("3", False)], 1 / 3),
+        ([(None, False), (None, False), ("1", True)], 1.0),
+        ([(None, False)], 0.0),
+    ],
+)
+def test_majority_shares_ties_and_ignores_silence(
+    votes: list[tuple[str | None, bool]], expected: float
+) -> None:
+    cast = [said("a", n, text, correct) for n, (text, correct) in enumerate(votes)]
+    assert majority(cast) == pytest.approx(expected)
+
+
+def test_a_vote_is_the_answer_without_its_spelling() -> None:
+    assert vote("1,000", "integer") == vote("$1000$", "math") == "1000"
+    assert vote("(c)", "choice") == vote("\\text{C}", "choice") == "C"
+    assert vote("\\left( 3, \\dfrac{1}{2} \\right)", "math") == vote("(3,\\frac{1}{2})", "math")
+    assert vote("x+1", "math") != vote("x+2", "math")
+    assert vote(None, "math") is None
+
+
+def test_tool_use_is_counted_by_typed_outcome() -> None:
+    answers = [
+        given("a", 0, "1", correct=True, outcomes=(Outcome.EXCEPTION, Outcome.OK)),
+        given("a", 1, "2", correct=False, outcomes=(Outcome.BAD_JSON, Outcome.TIMEOUT)),
+        given("b", 0, "1", correct=True),
+    ]
+    verdicts = [verdict(answer, "integer") for answer in answers]
+    found = score("set", [problem("a"), problem("b")], verdicts, samples=2)
+    assert found.tool_errors == 0.75
+    assert found.failing_calls_in_correct == 0.5
+    assert found.valid_calls == 0.75
+    assert found.tool_use == pytest.approx(2 / 3)
+    assert found.calls == pytest.approx(4 / 3)
+    assert found.outcomes == {"exception": 1, "ok": 1, "bad_json": 1, "timeout": 1}
+    assert found.stops == {"answered": 3}
+
+
+def test_nothing_answered_is_nothing_known() -> None:
+    found = score("set", [problem("a")], [], samples=2)
+    assert found.missing == 2
+    assert found.average.count == 0
+    assert found.tool_errors is None
+
+
+def test_powers_of_two_and_k() -> None:
+    assert powers(1) == [1]
+    assert powers(16) == [1, 2, 4, 8, 16]
+    assert powers(6) == [1, 2, 4, 6]

@@ -1,0 +1,46 @@
+"""SFT text that teaches calls: well-formed, as the tool would answer, and free of word problems."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from rstar2.agent.parser import answer_of, parse_turn
+from rstar2.problems.toolformat import SLIP_SHARE, conversations
+
+
+def test_every_turn_is_what_the_parser_reads() -> None:
+    for conversation in conversations(300, 0):
+        *calls, answer = [m.content for m in conversation.messages if m.role == "assistant"]
+        for text in calls:
+            (call,) = parse_turn(text, turn_id="t", max_calls=4).calls
+            assert call.error is None
+            assert call.code
+        outputs = [m.content for m in conversation.messages if m.role == "tool"]
+        assert len(outputs) == len(calls)
+        assert answer_of(answer) == outputs[-1]
+
+
+def test_slips_are_mended() -> None:
+    found = list(conversations(600, 1))
+    slipped = [c for c in found if len(c.messages) > 4]
+    assert 0.6 * SLIP_SHARE < len(slipped) / len(found) < 1.4 * SLIP_SHARE
+    assert all("Error" in c.messages[2].content for c in slipped)
+    assert not any("Error" in c.messages[-2].content for c in found)
+
+
+def test_what_to_compute_is_always_said() -> None:
+    """Numbers of an expression are in the request in the same order: there is nothing to find."""
+    for conversation in conversations(300, 2):
+        request, call = conversation.messages[0].content, conversation.messages[1].content
+        code = parse_turn(call, turn_id="t", max_calls=1).calls[0].code
+        numbers = re.findall(r"\d+", code)
+        if any(sign in code for sign in "+*"):
+            assert re.findall(r"\d+", request) == numbers
+
+
+def test_equal_seeds_give_equal_text() -> None:
+    one, other = (json.dumps([m.content for c in conversations(50, 5) for m in c.messages])
+                  for _ in range(2))  # fmt: skip
+    assert one == other
+    assert one != json.dumps([m.content for c in conversations(50, 6) for m in c.messages])
