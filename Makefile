@@ -3,8 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# vLLM's requirements differ from ours (and weigh 3.7 GB), so it has an environment of its own.
+VLLM := .venv-vllm
+VLLM_INSTALLED := $(VLLM)/.installed
 
-.PHONY: help install quickstart test lint format wheel clean
+.PHONY: help install quickstart test test-vllm lint format wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -23,6 +26,15 @@ quickstart: $(INSTALLED)  ## train the tiny agent by the whole recipe on this ma
 test: $(INSTALLED)  ## run the tests, attacks on the jail included
 	OMP_NUM_THREADS=1 $(BIN)/pytest
 
+$(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt scripts/install_vllm.py
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python scripts/install_vllm.py -c constraints-vllm.txt
+	$(VLLM)/bin/pip install --quiet -c constraints-vllm.txt -e '.[dev]'
+	touch $@
+
+test-vllm: $(VLLM_INSTALLED)  ## run the tests against real vLLM servers on this machine's CPU
+	OMP_NUM_THREADS=1 $(VLLM)/bin/pytest tests/vllm
+
 lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -36,4 +48,4 @@ wheel: $(INSTALLED)  ## build dist/rstar2-*.whl
 	$(BIN)/pip wheel --quiet --no-deps -w dist .
 
 clean:  ## remove what the targets above made (runs/ stays)
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
