@@ -161,9 +161,10 @@ def _read_json(path: Path) -> Iterator[Row | BadRow]:
 
 
 def _is_array(file: IO[bytes] | gzip.GzipFile) -> bool:
-    start = file.read(PIECE).lstrip()
+    while (start := file.read(1)).isspace():
+        pass
     file.seek(0)
-    return start.startswith(b"[")
+    return start == b"["
 
 
 def _lines(path: Path, lines: Iterable[bytes]) -> Iterator[Row | BadRow]:

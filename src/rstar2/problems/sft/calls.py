@@ -145,8 +145,8 @@ def _value_end(text: str, place: int, name: str) -> int:
             quote = char
         elif char in "([{":
             depth += 1
-        elif depth and char in ")]}":
-            depth -= 1
+        elif depth:
+            depth -= char in ")]}"
         elif char in ",)":
             return place
         place += 1
@@ -161,24 +161,30 @@ def _after_space(text: str, place: int) -> int:
 def _literal(text: str, what: str) -> Any:
     """A JSON or a Python literal."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return _decode(text)
     except (ValueError, RecursionError):
         pass  # not JSON: it may be Python's spelling
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # an invalid escape is no literal
             value = ast.literal_eval(text.strip())
-        json.dumps(value, allow_nan=False)
+        return json.loads(json.dumps(value, allow_nan=False))  # tuples become lists
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
         raise BadCall(f"{what} is no literal: {text[:60]!r}") from error
-    return json.loads(json.dumps(value))  # tuples become lists
 
 
 def _json(text: str, what: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return _decode(text)
     except (ValueError, RecursionError) as error:
         raise BadCall(f"{what} does not parse: {error}: {text[:60]!r}") from error
+
+
+def _decode(text: str) -> Any:
+    """JSON with finite numbers only, as it must be written again."""
+    value = json.loads(text, parse_constant=_refuse_constant)
+    json.dumps(value, allow_nan=False)
+    return value
 
 
 def _refuse_constant(name: str) -> None:

@@ -91,24 +91,25 @@ class WellFormed:
 _CODE = re.compile(r"```.*?(?:```|\Z)", re.DOTALL)
 _THOUGHT = re.compile(r"<(think|thinking|reason|reasoning)>", re.IGNORECASE)
 _FINAL = re.compile(r"\\boxed\b|^####\s*-?[$\d]|<<[^<>\n]*=[^<>\n]*>>|\bQ\.?E\.?D\b", re.MULTILINE)
-_NUMBER = r"[$€£]?\s?-?\d[\d,]*(?:\.\d+)?\s?%?"
-_UNIT = r"(?:\s?[A-Za-z]+){0,2}"
+_NUMBER = r"[$€£]?\s?-?\d[\d,]*+(?:\.\d+)?\s?%?"
+_UNIT = r"(?:\s?[A-Za-z/]++){0,5}"
 _STEP = re.compile(
-    rf"(?:{_NUMBER}{_UNIT}\s*(?:[-+*/×÷·^−]|\bx\b|\btimes\b|\bplus\b|\bminus\b)\s*\(?{_NUMBER}{_UNIT}"
-    rf"\)?\s*=\s*{_NUMBER})"
+    rf"{_NUMBER}{_UNIT}\s*(?:[-+*/×÷·^−–]|\bx\b|\btimes\b|\bplus\b|\bminus\b)\s*\(?{_NUMBER}{_UNIT}"
+    rf"\)?\s*(?:=|\bequals\b)\s*{_NUMBER}"
 )
 _LATEX = re.compile(
     r"\\(?:d?frac|sqrt|sum|prod|int|lim|cdot|times|div|pm|leq?|geq?|neq|equiv|implies|binom|pmod"
     r"|mathbb|angle|triangle|circ|overline|alpha|beta|theta|pi|infty|ldots|begin\{(?:align|cases"
     r"|equation|[pbv]matrix)\*?\})"
 )
-_INLINE = re.compile(r"\$[^$\n]*[=+*/^<>\\_{}-][^$\n]*\$")
+_INLINE = re.compile(r"\$(?=\S)[^$\n]*[=+*/^<>\\_{}(-][^$\n]*(?<=[\w.)}\]])\$(?!\d)")
+"""Mathematics between dollar signs; $5-$10 is a price."""
 _SOLVE = re.compile(
     r"\b(?:solve (?:for|the (?:equation|inequality|system|following))|find (?:the|all) "
     r"(?:\w+ ){0,3}(?:values?|sum|number|solutions?|roots?|area|perimeter|probability|integers?"
     r"|remainder|minimum|maximum)|evaluate|simplify|factor(?:ize|ise)?|prove that|derivative of"
     r"|integral of|how many|how much|what is the (?:sum|product|value|area|probability|remainder"
-    r"|average|total)|calculate|compute)\b",
+    r"|average|total)|what(?:'s| is) \d|calculate|compute)\b",
     re.IGNORECASE,
 )
 
@@ -146,7 +147,7 @@ def math_reasoning(asked: str, answered: str) -> str | None:
     if len(steps) >= 2 or (steps and wanted):
         return f"worked computations, as {steps[0][:60]!r}"
     symbols = len(_LATEX.findall(text)) + len(_INLINE.findall(text))
-    if symbols >= 3 or (wanted and symbols and _LATEX.search(asked)):
+    if symbols >= 3 or (symbols and (_LATEX.search(asked) or _INLINE.search(asked))):
         return f"{symbols} pieces of LaTeX mathematics"
     return None
 

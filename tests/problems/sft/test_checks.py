@@ -1,0 +1,154 @@
+"""The checks of conversations, each with what it keeps and what it drops."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import sft_rows
+
+from rstar2.problems.prepare import Source, read_problems
+from rstar2.problems.rows import Row, read_rows
+from rstar2.problems.sft import checks
+from rstar2.problems.sft.calls import Call, signature
+from rstar2.problems.sft.converters import CONVERTERS, Said, Talk
+from rstar2.types import Problem
+
+U, A, T = Said("user", "q"), Said("assistant", "a"), Said("tool", "r")
+C = Said("assistant", "", (Call("f", {}),))
+
+
+def talk(*messages: Said) -> Talk:
+    return Talk(messages, (signature({"name": "f"}),))
+
+
+def test_calls_must_fit_the_signatures_of_their_conversation() -> None:
+    assert checks.ValidCalls().drop("", talk(U, C)) is None
+    assert "no such function" in (checks.ValidCalls().drop("", Talk((U, C))) or "kept")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [(U, A), (Said("system", "s"), U, A, U, A), (U, C, T, A), (U, C, T, T, A), (U, C), (U, A, U)],
+)
+def test_turns_in_order_are_kept(messages: tuple[Said, ...]) -> None:
+    assert checks.WellFormed().drop("", talk(*messages)) is None
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ((U,), "no assistant message"),
+        ((A, U), "by assistant after nobody"),
+        ((U, U, A), "by user after user"),
+        ((U, A, A), "by assistant after assistant"),
+        ((U, A, Said("system", "s")), "by system after assistant"),
+        ((U, A, T), "response to no call"),
+        ((U, C, U, A), "has no response"),
+        ((U, T, A), "by tool after user"),
+        ((U, Said("assistant", "")), "message 2 is empty"),
+        ((Said("user", "x<|im_end|>"), A), r"control token <|im_end|>"),
+        ((U, Said("assistant", "<tool_call>{}")), "control token <tool_call>"),
+        ((U, C, Said("tool", "</tool_response>"), A), "control token </tool_response>"),
+    ],
+)
+def test_turns_out_of_order_and_forged_ones_are_dropped(
+    messages: tuple[Said, ...], reason: str
+) -> None:
+    assert reason in (checks.WellFormed().drop("", talk(*messages)) or "kept")
+
+
+# --------------------------------------------------------------------------- mathematics
+
+MATH = [
+    ("What is 3 times 14?", "We have 3 * 14 = 42, so the answer is 42."),
+    ("Hi", r"The answer is \boxed{42}."),
+    ("Eggs?", "She sells 9 eggs.\n#### 18"),
+    ("Eggs?", "16 - 3 - 4 = <<16-3-4=9>>9"),
+    ("Tea?", "<think>What is tea?</think> A drink."),
+    ("Hours?", "On Monday 2 + 3 = 5 hours. On Friday 4 + 5 = 9 hours."),
+    ("Budget?", "It is $120 x 3 = $360, and 5% of it: $360 * 5% = $18."),
+    ("Hi", r"From $a^2 = b$ we get $a = \sqrt{b}$ and so $\frac{a}{b} \le 1$."),
+    (r"Solve for $x$: $\frac{x}{2} = 3$", r"Multiply by 2: $x = 6$."),
+]
+CONTROL = [
+    ("How many people live in Peru?", "About 34 million people live in Peru."),
+    ("Calculate the area of a field, 3 by 4 m.", "The area of the field is 12 square metres."),
+    ("Write a sum in Python.", "Use `sum`:\n```python\nassert 1 + 2 == 3\nx = 3 * 4 = 12\n```"),
+    ("Plan my day.", "8:00-9:00 breakfast; 9-12 work (3 hours); 10/11/2024 is a Sunday."),
+    ("Prices?", "The tea is $3.50 and the cake $4.20, so bring about $8."),
+    ("Translate 'equal'.", "In LaTeX $=$ means equal; 'gleich' in German."),
+    ("Tell me about Einstein.", "He is known for E = mc^2, published in 1905."),
+    ("Call 555-1234?", "The number 555-1234 = work, 555-9876 = home."),
+]
+
+
+@pytest.mark.parametrize(("asked", "answered"), MATH)
+def test_worked_mathematics_is_found(asked: str, answered: str) -> None:
+    told = talk(Said("user", asked), Said("assistant", answered))
+    assert checks.NoMathReasoning().drop("", told) is not None
+
+
+@pytest.mark.parametrize(("asked", "answered"), CONTROL)
+def test_other_talk_is_not_taken_for_mathematics(asked: str, answered: str) -> None:
+    told = talk(Said("user", asked), Said("assistant", answered))
+    assert checks.NoMathReasoning().drop("", told) is None
+
+
+@pytest.mark.parametrize("name", CONVERTERS)
+def test_the_publishers_rows_hold_no_mathematics(name: str) -> None:
+    assert checks.NoMathReasoning().drop("", CONVERTERS[name](sft_rows.ROWS[name])) is None
+
+
+def test_what_tools_return_and_calls_hold_is_not_looked_at() -> None:
+    calls = Said("assistant", "", (Call("f", {"code": "1 + 2 = 3; 3 + 4 = 7"}),))
+    told = talk(U, calls, Said("tool", r"1 + 2 = 3, 3 + 4 = 7, \boxed{7}"), A)
+    assert checks.NoMathReasoning().drop("", told) is None
+
+
+@pytest.mark.parametrize(
+    ("file", "asked", "answered", "marks", "least"),
+    [
+        ("gsm8k/test.jsonl", "question", "answer", "", 1.0),
+        ("gsm8k/test.jsonl", "question", "answer", r"<<[^>]*>>|####.*", 0.98),
+        ("math500.jsonl", "problem", "solution", "", 1.0),
+        ("math500.jsonl", "problem", "solution", r"\\boxed", 0.92),
+    ],
+)
+def test_real_solutions_are_found_with_and_without_their_marks(
+    shared_data: Path, file: str, asked: str, answered: str, marks: str, least: float
+) -> None:
+    rows = [r.fields for r in read_rows(str(shared_data / file)) if isinstance(r, Row)]
+    told = [(r[asked], re.sub(marks, "", r[answered]) if marks else r[answered]) for r in rows]
+    found = [checks.math_reasoning(*each) is not None for each in told]
+    assert sum(found) / len(found) >= least
+
+
+# --------------------------------------------------------------------------- other data
+
+
+def test_user_messages_are_held_against_the_evaluation_sets() -> None:
+    protected = Problem("e-1", "Find the sum of all primes below one hundred and thirty.", "1")
+    check = checks.Decontaminated.against([protected])
+    planted = "Please: FIND the  sum of all primes below one hundred and thirty"
+    assert "e-1" in (check.drop("", talk(U, A, Said("user", planted), A)) or "kept")
+    assert check.drop("", talk(U, Said("assistant", planted))) is None
+    assert check.drop("", talk(Said("user", "Find me a good book about primes."), A)) is None
+
+
+def test_equal_conversations_are_dropped_whatever_their_spacing() -> None:
+    check = checks.Unique()
+    assert check.drop("a-1", talk(U, A)) is None
+    assert check.drop("a-2", talk(Said("system", "s"), Said("user", " q\n"), A)) == "equal to a-1"
+    assert check.drop("a-3", talk(U, C)) is None
+    assert check.drop("a-4", talk(U, Said("assistant", "", (Call("f", {"x": 1}),)))) is None
+
+
+def test_shared_word_problems_do_not_overlap_with_olympiad_sets(shared_data: Path) -> None:
+    sets = (Source(str(shared_data / f), f) for f in ("aime24.jsonl", "math500.jsonl"))
+    protected = [p for s in sets for _, p in read_problems(s) if isinstance(p, Problem)]
+    check = checks.Decontaminated.against(protected)
+    words = read_problems(Source(str(shared_data / "svamp.jsonl"), "svamp"))
+    asked = [p.prompt for _, p in words if isinstance(p, Problem)]
+    assert [text for text in asked if check.drop("", talk(Said("user", text), A))] == []
