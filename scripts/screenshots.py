@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
@@ -68,8 +69,12 @@ def serving(runs: list[Path]) -> Iterator[str]:
 
 
 def choose(url: str) -> dict[str, str]:
-    """The pages worth a picture: a group where resampling had a choice, a rollout that recovered."""
+    """The pages worth a picture: a group where resampling had a choice, and one of its rollouts."""
     runs = get(url, "runs")
+    deadline = time.monotonic() + READY_MS / 1000
+    while any(run["progress"] < 1 for run in runs) and time.monotonic() < deadline:
+        time.sleep(0.5)
+        runs = get(url, "runs")
     name = runs[0]["name"]
     run = quote(name, safe="")
     stage = next(s for s in get(url, f"run/{run}")["stages"] if s["kind"] == "rl")["name"]

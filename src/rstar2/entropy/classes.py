@@ -7,10 +7,10 @@
 | after_error | the same after a response that failed                                         |
 | code        | the value of `code` in a tool call                                            |
 | answer      | inside <answer>                                                               |
-| format      | tags, special tokens, and the JSON around the code                            |
+| format      | tags, special tokens, white space between them, the JSON around the code       |
 
-A token belongs where its first character stands (white space before it apart), so every sampled
-token has exactly one class and nothing else has any.
+A token belongs where its first character stands (white space before it apart): every sampled token
+has exactly one class and nothing else has any.
 """
 
 from __future__ import annotations
@@ -140,7 +140,15 @@ def _spans(text: str) -> list[tuple[int, int, str]]:
             opened = (tag[1:-1], match.end())
     if opened is not None:
         spans += _inner(text, opened[0], opened[1], len(text))
-    return sorted(spans)
+    spans.sort()
+    return sorted([*spans, *_blanks(text, spans)])
+
+
+def _blanks(text: str, spans: list[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
+    """White space beside a tag with no word before the next one: part of the format."""
+    edges = [0, *(edge for start, end, _ in spans for edge in (start, end)), len(text)]
+    gaps = zip(edges[::2], edges[1::2], strict=True)
+    return [(a, b, FORMAT) for a, b in gaps if spans and a < b and not text[a:b].strip()]
 
 
 def _inner(text: str, tag: str, start: int, end: int) -> list[tuple[int, int, str]]:

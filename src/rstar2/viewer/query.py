@@ -91,17 +91,44 @@ class Filter:
 
 def rollouts(run: Run, wanted: Filter) -> dict[str, Any]:
     """One page: rows, how many match, and where the next page starts (None: there is none)."""
-    places = list(_ordered(run, wanted))
-    total = sum(len(numbers) for _, numbers in places)
-    flat = [(catalog, int(number)) for catalog, numbers in places for number in numbers]
-    if wanted.sort not in ("newest", "oldest"):
-        flat = _sorted(flat, _SORTS[wanted.sort])
+    matches = _Matches(list(_ordered(run, wanted)))
+    column = _SORTS[wanted.sort]
+    if column is not None:
+        matches.sort(column)
     if not wanted.text:
-        page = flat[wanted.start : wanted.start + wanted.limit]
-        after = wanted.start + len(page)
-        return _answer(page, total, after if after < total else None, wanted, searched=None)
-    page, after = _search(run, flat, wanted)
-    return _answer(page, total, after if after < total else None, wanted, searched=after)
+        page = matches.part(wanted.start, wanted.start + wanted.limit)
+        return _answer(page, matches, wanted.start + len(page), wanted, searched=None)
+    page, after = _search(matches, wanted)
+    return _answer(page, matches, after, wanted, searched=after)
+
+
+class _Matches:
+    """Rollouts in the order of a result, as two columns: which stage, and which number there."""
+
+    def __init__(self, places: list[tuple[Catalog, Ints]]) -> None:
+        self.catalogs = [catalog for catalog, _ in places]
+        sizes = [len(numbers) for _, numbers in places]
+        self._stage = np.repeat(np.arange(len(places)), sizes)
+        empty: Ints = np.zeros(0, dtype=np.int64)
+        self._number: Ints = np.concatenate([empty, *(numbers for _, numbers in places)])
+
+    def __len__(self) -> int:
+        return len(self._number)
+
+    def __getitem__(self, place: int) -> tuple[Catalog, int]:
+        return self.catalogs[self._stage[place]], int(self._number[place])
+
+    def part(self, start: int, end: int) -> list[tuple[Catalog, int]]:
+        return [self[place] for place in range(start, min(end, len(self)))]
+
+    def sort(self, column: str) -> None:
+        """By a column, highest first; equal ones stay in their order, unknown ones come last."""
+        values = np.zeros(len(self))
+        for stage, catalog in enumerate(self.catalogs):
+            mine = self._stage == stage
+            values[mine] = catalog.rollouts.rows[column][self._number[mine]]
+        order = np.argsort(-np.nan_to_num(values, nan=-1.0), kind="stable")
+        self._stage, self._number = self._stage[order], self._number[order]
 
 
 def facets(run: Run) -> dict[str, list[str]]:
@@ -208,13 +235,6 @@ def _matching(catalog: Catalog, wanted: Filter) -> Any:
     return mask
 
 
-def _sorted(flat: list[tuple[Catalog, int]], column: str | None) -> list[tuple[Catalog, int]]:
-    assert column is not None
-    columns = {id(c): np.nan_to_num(c.rollouts.rows[column], nan=-1.0) for c, _ in flat}
-    values = np.array([columns[id(c)][n] for c, n in flat])
-    return [flat[i] for i in np.argsort(-values, kind="stable")]
-
-
 # --------------------------------------------------------------------------- text
 
 
@@ -248,23 +268,20 @@ class _Line(msgspec.Struct):
 _LINE = msgspec.json.Decoder(_Line)
 
 
-def _search(
-    run: Run, flat: list[tuple[Catalog, int]], wanted: Filter
-) -> tuple[list[tuple[Catalog, int]], int]:
+def _search(matches: _Matches, wanted: Filter) -> tuple[list[tuple[Catalog, int]], int]:
     """Matches from `start` on, and the place in the list up to which was looked."""
     needle = wanted.text.casefold()
     deadline = monotonic() + SEARCH_S
     found: list[tuple[Catalog, int]] = []
-    seen: dict[tuple[str, int], dict[str, str] | None] = {}
+    seen: tuple[tuple[str, int], dict[str, str] | None] = (("", -1), None)
     place = wanted.start
-    while place < len(flat) and len(found) < wanted.limit and monotonic() < deadline:
-        catalog, number = flat[place]
+    while place < len(matches) and len(found) < wanted.limit and monotonic() < deadline:
+        catalog, number = matches[place]
         group = catalog.groups[int(catalog.rollouts.rows[number]["group"])]
         key = (catalog.stage, group.at)
-        if key not in seen:
-            seen.clear()  # rollouts of a group mostly stand together
-            seen[key] = _texts(catalog, group, needle)
-        texts = seen[key]
+        if seen[0] != key:  # rollouts of a group mostly stand together
+            seen = (key, _texts(catalog, group, needle))
+        texts = seen[1]
         if texts is not None and needle in texts.get(catalog.name_of(number), ""):
             found.append((catalog, number))
         place += 1
@@ -295,17 +312,17 @@ def _texts(catalog: Catalog, group: GroupRef, needle: str) -> dict[str, str] | N
 
 def _answer(
     page: list[tuple[Catalog, int]],
-    total: int,
-    after: int | None,
+    matches: _Matches,
+    after: int,
     wanted: Filter,
     *,
     searched: int | None,
 ) -> dict[str, Any]:
     return {
         "rows": [row(catalog, number) for catalog, number in page],
-        "total": total,
+        "total": len(matches),
         "start": wanted.start,
-        "next": after,
+        "next": after if after < len(matches) else None,
         "searched": searched,
     }
 

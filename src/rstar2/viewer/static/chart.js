@@ -80,17 +80,17 @@ function draw(series, o) {
   const xTicks = ticks(x0, x1, 6).filter(Number.isInteger);
   for (const mark of xTicks.length ? xTicks : [x0]) svg.append(s("text", { x: px(mark), y: H - 8, "text-anchor": "middle" }, number(mark)));
   if (stacked) for (const one of stacked) svg.append(s("path.area", { d: area(xs, one.bottom, one.top, px, py), style: { fill: colour(one.colour) } }));
-  else for (const one of series) lines(svg, one, px, py, xs.length);
+  else for (const one of series) lines(svg, one, px, py, xs.length, series.length > 4);
   const cursor = s("line.cursor", { y1: TOP - 12, y2: H - BOTTOM, visibility: "hidden" });
   svg.append(cursor);
   listen(svg, cursor, { series, xs, px, o, format });
   return svg;
 }
 
-function lines(svg, one, px, py, count) {
+function lines(svg, one, px, py, count, crowded) {
   const style = { stroke: colour(one.colour) };
   if (one.smooth && one.y.length > 2 * one.smooth) {
-    svg.append(s("path.line.faint", { d: path(one.x, one.y, px, py), style }));
+    if (!crowded) svg.append(s("path.line.faint", { d: path(one.x, one.y, px, py), style }));
     svg.append(s("path.line", { d: path(one.x, smooth(one.y, one.smooth), px, py), style }));
   } else svg.append(s("path.line", { d: path(one.x, one.y, px, py), style, "stroke-dasharray": one.dashed ? "5 4" : null }));
   if (one.points || count < 2 || one.y.filter(known).length < 3)

@@ -17,6 +17,7 @@ export const whole = (v) => v === null || v === undefined ? "–" : Math.round(v
 
 export function seconds(v) {
   if (v === null || v === undefined) return "–";
+  if (v === 0) return "0";
   if (v < 1e-3) return `${(1e6 * v).toFixed(0)} µs`;
   if (v < 1) return `${(1e3 * v).toFixed(v < 0.01 ? 1 : 0)} ms`;
   if (v < 60) return `${v.toFixed(v < 10 ? 1 : 0)} s`;

@@ -1,0 +1,131 @@
+"""Lists of rollouts against plain loops over what is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from nasty import write_plain
+
+from rstar2.errors import UserError
+from rstar2.record import read_groups
+from rstar2.types import Trajectory
+from rstar2.viewer import query
+from rstar2.viewer.query import Filter, rollouts
+from rstar2.viewer.run import Run
+
+
+@pytest.fixture(scope="module")
+def real(runs: dict[str, Path], read_run: Callable[[Path], Run]) -> Run:
+    return read_run(runs["real"])
+
+
+def everything(run: Run) -> dict[str, Trajectory]:
+    return {
+        t.id: t
+        for stage in run.catalogs
+        for line in read_groups(run.path, stage)
+        for t in line.group.trajectories
+    }
+
+
+def codes(trajectory: Trajectory) -> str:
+    return "\n".join(call.code for turn in trajectory.turns for call in turn.calls)
+
+
+def found(run: Run, **asked: str) -> list[str]:
+    """All matches, page by page."""
+    ids: list[str] = []
+    start: int | None = 0
+    while start is not None:
+        page = rollouts(run, Filter.parse({**asked, "start": str(start), "limit": "7"}))
+        ids += [row["id"] for row in page["rows"]]
+        start = page["next"]
+    assert len(set(ids)) == len(ids)
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        ({}, lambda t: True),
+        ({"reward": "1"}, lambda t: t.correct),
+        ({"reward": "0", "stage": "short"}, lambda t: not t.correct and t.id.startswith("short/")),
+        ({"outcome": "failed"}, lambda t: t.failed_calls > 0),
+        ({"outcome": "syntax_error"}, lambda t: "syntax_error" in [r.outcome for r in t.results]),
+        ({"stop": "max_length"}, lambda t: t.truncated),
+        ({"step": "2", "stage": "hard"}, lambda t: t.id.startswith("hard/2/")),
+        ({"least": "50", "most": "70"}, lambda t: 50 <= len(t.completion_ids) <= 70),
+        ({"text": "PRINT(1)"}, lambda t: "print(1)" in codes(t)),
+        ({"text": "coin 45"}, lambda t: t.problem_id == "coin-45"),
+        ({"text": 'print "'}, lambda t: False),
+    ],
+)  # fmt: skip
+def test_a_filter_finds_exactly_what_a_loop_finds(
+    real: Run, asked: dict[str, str], wanted: Callable[[Trajectory], bool]
+) -> None:
+    expected = {name for name, trajectory in everything(real).items() if wanted(trajectory)}
+    assert set(found(real, **asked)) == expected
+
+
+def test_kept_is_what_resampling_said(real: Run) -> None:
+    kept = {
+        choice.trajectory_id
+        for stage in real.stage_names
+        for line in read_groups(real.path, stage)
+        if line.selection
+        for choice in line.selection.choices
+        if choice.kept
+    }
+    assert set(found(real, kept="yes")) == kept
+
+
+@pytest.mark.parametrize("sort", ["longest", "entropy", "failed", "turns", "slowest"])
+def test_orders_are_orders(real: Run, sort: str) -> None:
+    column = {
+        "longest": "tokens",
+        "entropy": "entropy",
+        "failed": "failed",
+        "turns": "turns",
+        "slowest": "wall",
+    }[sort]
+    page = rollouts(real, Filter.parse({"sort": sort, "limit": "200"}))
+    values = [row[column] for row in page["rows"]]
+    assert values == sorted(values, reverse=True)
+
+
+def test_newest_begins_at_the_end_of_the_run_and_oldest_at_its_beginning(real: Run) -> None:
+    newest, oldest = found(real, sort="newest"), found(real, sort="oldest")
+    assert newest[0].startswith("eval-hard-sampled/")
+    assert oldest[0] == "eval-sft-greedy/24/0/0"
+    assert sorted(newest) == sorted(oldest)
+
+
+def test_a_search_that_runs_out_of_time_says_where_to_go_on(
+    tmp_path: Path, read_run: Callable[[Path], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = read_run(write_plain(tmp_path / "run", steps=3))
+    monkeypatch.setattr(query, "SEARCH_S", 0.0)
+    page = rollouts(run, Filter.parse({"text": "think"}))
+    assert page["rows"] == []
+    assert page["next"] == page["searched"] == 0
+    ticks = iter(range(1000))
+    monkeypatch.setattr(query, "SEARCH_S", 4.0)
+    monkeypatch.setattr(query, "monotonic", lambda: float(next(ticks)))
+    ids: list[str] = []
+    start = 0
+    while start is not None:
+        page = rollouts(run, Filter.parse({"text": "think 2", "start": str(start)}))
+        ids += [row["id"] for row in page["rows"]]
+        start = page["next"]
+    assert len(ids) == 6
+
+
+@pytest.mark.parametrize(
+    "asked", [{"reward": "2"}, {"stop": "x"}, {"outcome": "x"}, {"step": "-1"}, {"sort": "x"}]
+)
+def test_a_filter_that_makes_no_sense_is_named(asked: dict[str, str]) -> None:
+    (name,) = asked
+    with pytest.raises(UserError, match=name):
+        Filter.parse(asked)
