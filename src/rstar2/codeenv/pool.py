@@ -143,6 +143,7 @@ class Pool:
             sessions=len(self._sessions),
             restarts=self._lost + self.stock.restarts,
             completed=dict(self._completed),
+            warm=tuple(flavour for flavour in warmup.FLAVOURS if self.stock.warm(flavour)),
         )
 
     # ------------------------------------------------------------------ calls

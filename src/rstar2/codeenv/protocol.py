@@ -73,6 +73,8 @@ class PoolStats:
     restarts: int
     completed: Mapping[str, int] = field(default_factory=dict)
     """Calls finished since start, by outcome."""
+    warm: tuple[str, ...] = ()
+    """Flavours of interpreters that are ready to be forked (see warmup)."""
 
 
 class Executor(Protocol):

@@ -206,6 +206,7 @@ class Service:
             queue=self.config.queue,
             sessions=stats.sessions,
             restarts=stats.restarts,
+            warm=list(stats.warm),
             completed=dict(stats.completed),
             default=self.config.default,
             cap=self.config.cap,

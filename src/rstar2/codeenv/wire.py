@@ -165,6 +165,7 @@ class Health(msgspec.Struct, frozen=True):
     queue: int = 0
     sessions: int = 0
     restarts: int = 0
+    warm: list[str] = []
     completed: dict[str, int] = {}
     default: Limits = Limits()
     cap: Limits = Limits()
