@@ -7,6 +7,7 @@ down, its calls go to the others (same id), and it costs one try every two secon
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from rstar2.cluster import nodes
@@ -33,6 +34,8 @@ class RemoteServer:
         """Set when the node has left the cluster: it is not started there again."""
         self._notify = notify
         self._actor: Any = None
+        self._end: asyncio.Future[int] | None = None
+        """One wait for the end of this life, shared by all who ask."""
 
     @property
     def name(self) -> str:
@@ -54,16 +57,21 @@ class RemoteServer:
             self._actor = None
             raise CodeEnvError(str(error)) from error
         self.running = True
+        self._end = asyncio.ensure_future(self._until_ended(self._actor))
         self._notify("placed", part=self.name, node=self.node.address, url=url, pids=pids)
         return Ready(url=url)
 
     async def wait(self) -> int:
         """Wait for the server or its host to end."""
+        assert self._end is not None
+        return await asyncio.shield(self._end)
+
+    async def _until_ended(self, actor: Any) -> int:
         try:
-            status = await nodes.answer(self._actor.ended.remote(), self.name, FOREVER_S)
-        except (NodeError, DeadlineError):
+            status = await nodes.answer(actor.ended.remote(), self.name, FOREVER_S)
+        except NodeError:
             status = -1
-        if self.running:
+        if self.running and actor is self._actor:
             self.running = False
             self._notify("lost", part=self.name)
         return status
@@ -72,6 +80,9 @@ class RemoteServer:
         """End the host, in order if it lives."""
         actor, self._actor = self._actor, None
         alive, self.running = self.running, False
+        end, self._end = self._end, None
+        if end is not None:
+            end.cancel()
         if actor is None:
             return
         if alive and not self.gone:

@@ -90,8 +90,6 @@ class RemoteEngine:
     async def _end(self, *, gently: bool = False) -> None:
         actor, self._actor = self._actor, None
         client, self._client = self._client, None
-        if client is not None:
-            await client.close()
         if actor is not None:
             if gently:
                 try:
@@ -99,6 +97,8 @@ class RemoteEngine:
                 except (NodeError, DeadlineError) as error:
                     self._notify("not_stopped", part=self.name, why=str(error))
             nodes.kill(actor)
+        if client is not None:
+            await client.close()
         self._ledger.release(self.name)
 
     async def cut(self) -> None:

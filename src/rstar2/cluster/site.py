@@ -47,6 +47,7 @@ class Site:
         self._engines: list[RemoteEngine] = []
         self._servers: dict[str, RemoteServer] = {}
         self._tools: CodeEnvClient | None = None
+        self._looking = asyncio.Lock()
         self._watching = asyncio.ensure_future(self._watch())
 
     def engines(self, model: Path | str) -> list[RemoteEngine]:
@@ -88,6 +89,11 @@ class Site:
         """Look at the nodes again and again."""
         while True:
             await asyncio.sleep(self.watch_s)
+            await self.look()
+
+    async def look(self) -> None:
+        """Take notice of nodes that left or joined since the last look."""
+        async with self._looking:
             alive = {node.id: node for node in await asyncio.to_thread(nodes.list_nodes)}
             known = {node.id: node for node in self.ledger.nodes}
             for node_id in known.keys() - alive.keys():

@@ -67,16 +67,7 @@ async def run(recipe: Recipe, run: RunDirectory, view: View) -> Result:
     started = monotonic()
     async with open_parts(recipe, run.path, run.event) as parts:
         desk = make_desk(recipe, run, view, parts)
-        rebuilds = recipe.cluster.rebuilds if recipe.cluster is not None else REBUILDS
-        while True:
-            try:
-                state = await train(desk)
-                break
-            except RankError as error:
-                if not rebuilds:
-                    raise
-                rebuilds -= 1
-                await rebuild(desk, error)
+        state = await train_on(desk)
     return Result(
         path=run.path,
         evaluations=tuple(read_evaluations(run.path)),
@@ -101,12 +92,25 @@ async def train(desk: Desk) -> State:
     return state
 
 
-async def rebuild(desk: Desk, error: RankError) -> None:
-    """A learner rank is gone: make the group anew; training goes on from the last checkpoint."""
-    desk.run.event("lost", part="learner", why=str(error))
-    desk.view.note("a learner rank was lost; going on from the last checkpoint")
-    await desk.parts.rebuild_learner()
-    desk.run.event("back", part="learner")
+async def train_on(desk: Desk) -> State:
+    """Train; a lost learner rank is made good by a new group, from the last checkpoint on."""
+    cluster = desk.recipe.cluster
+    rebuilds = REBUILDS if cluster is None else cluster.rebuilds
+    whole = True
+    while True:
+        try:
+            if not whole:
+                await desk.parts.rebuild_learner()
+                desk.run.event("back", part="learner")
+                whole = True
+            return await train(desk)
+        except RankError as error:
+            whole = False
+            desk.run.event("lost", part="learner", why=str(error))
+            if not rebuilds:
+                raise
+            rebuilds -= 1
+            desk.view.note("a learner rank was lost; going on from the last checkpoint")
 
 
 async def initial_policy(desk: Desk, state: State) -> State:

@@ -111,6 +111,8 @@ class Parts:
     async def rebuild_learner(self) -> None:
         """A new learner in place of one that lost a rank; it has the initial weights."""
         loop = asyncio.get_running_loop()
+        if self.site is not None:
+            await self.site.look()
         await loop.run_in_executor(self._executor, self.learner.close)
         _, self.learner = await loop.run_in_executor(
             self._executor, load_model, self.recipe, self.model_dir, self.site

@@ -1,0 +1,235 @@
+"""What the driver costs as engines and rollouts grow: scheduler, fleet, agent loops, grading.
+
+    python benchmarks/scaling.py [--quick] [--json] [--seed N] [--plot FILE.svg]
+
+Engines answer by script after a fixed time and tools at once; everything between them is real:
+GroupRunner, run_trajectory, template, parser, Fleet, Scheduler, the integer grader. Every case is a
+process of its own, so that its memory is its own. A rollout has three turns with two tool calls.
+CPU time of that process counts, not the wall clock (which the scripted engines set).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common import Row, arguments, finish, say
+from rstar2.agent.parser import TOOL_NAME
+from rstar2.agent.template import Template
+from rstar2.codeenv.protocol import RunRequest, VerifyRequest, VerifyResult
+from rstar2.config import AgentConfig, SamplingConfig, SchedulerConfig, TemplateConfig
+from rstar2.engine.base import Engine, WeightUpdate
+from rstar2.learner.tiny import make_tokenizer
+from rstar2.report.svg import Series, line_chart
+from rstar2.rollout.fleet import Fleet
+from rstar2.rollout.groups import GroupRunner, Limits, together
+from rstar2.rollout.scheduler import Scheduler
+from rstar2.types import (
+    EngineCapacity,
+    EngineLoad,
+    Finish,
+    Generation,
+    Group,
+    Outcome,
+    Problem,
+    Sampling,
+    ToolResult,
+)
+
+ENGINES = (1, 4, 16, 64, 256)
+ROLLOUTS = (1024, 4096, 16384)
+GROUP = 32
+TURNS = 3
+TURN_S = 0.02
+SEQUENCES = 256
+LIMIT = 1024
+AGENT = AgentConfig(generate_deadline_s=3600.0, response_tokens=64)
+SAID = "Let me compute this and check the result with Python. "
+
+
+class ScriptedEngine:
+    """Says the same turns to everybody, each after a fixed time."""
+
+    def __init__(self, name: str, turns: Sequence[tuple[int, ...]]) -> None:
+        self.name, self._turns = name, turns
+        self._next: dict[str, int] = {}
+        self.running = 0
+
+    async def start(self) -> None: ...
+
+    def capacity(self) -> EngineCapacity:
+        return EngineCapacity(SEQUENCES * LIMIT, SEQUENCES, LIMIT, 16)
+
+    async def load(self) -> EngineLoad:
+        return EngineLoad(0, self.running, 0, 0, 0)
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, deadline_s: float
+    ) -> Generation:
+        turn = self._next.get(session, 0)
+        self._next[session] = turn + 1
+        self.running += 1
+        await asyncio.sleep(TURN_S)
+        self.running -= 1
+        ids = self._turns[min(turn, len(self._turns) - 1)]
+        return Generation(ids, (-0.5,) * len(ids), ((0, len(ids)),), Finish.STOP)
+
+    async def release(self, session: str) -> None:
+        self._next.pop(session, None)
+
+    async def update_weights(self, update: WeightUpdate) -> None: ...
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        return [0.0] * (len(token_ids) - 1)
+
+    async def close(self) -> None: ...
+
+
+class InstantTools:
+    """Tools and a verifier that answer at once."""
+
+    async def run(self, request: RunRequest) -> ToolResult:
+        return ToolResult(request.id, Outcome.OK, stdout="42\n")
+
+    async def verify(self, request: VerifyRequest) -> VerifyResult:
+        raise AssertionError("integer answers are graded in place")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One case: so many rollouts over so many engines."""
+
+    engines: int
+    rollouts: int
+    cpu_s: float
+    wall_s: float
+    events: int
+    """Submissions, ends of turns and releases that the scheduler decided on."""
+    growth_mb: float
+    """Peak memory above what the process had before the first rollout."""
+
+    @property
+    def per_rollout_ms(self) -> float:
+        return self.cpu_s / self.rollouts * 1e3
+
+
+def script() -> tuple[Template, list[tuple[int, ...]]]:
+    """The template, and what engines say: two calls and an answer."""
+    template = Template(make_tokenizer(), TemplateConfig(system="none", instruction="none"))
+    body = json.dumps({"name": TOOL_NAME, "arguments": {"code": "print(6 * 7)", "input": ""}})
+    call = f"{SAID}</reason>\n<tool_call>\n{body}\n</tool_call>"
+    answer = f"{SAID}\n<answer>\\boxed{{42}}</answer>"
+    return template, [template.encode_turn(text) for text in [call] * (TURNS - 1) + [answer]]
+
+
+async def measure(engines: int, rollouts: int) -> Measured:
+    """Run one step's rollouts, all of them asked for at once."""
+    template, turns = script()
+    made: list[Engine] = [ScriptedEngine(f"e{i}", turns) for i in range(engines)]
+    fleet = Fleet(made, Scheduler(SchedulerConfig()))
+    for engine in made:
+        fleet.join(engine.name, 0)
+    tools = InstantTools()
+    runner = GroupRunner(fleet, tools, tools, template, AGENT)
+    limits = Limits(SamplingConfig(), LIMIT, TURNS)
+
+    async def group(index: int) -> Group:
+        problem = Problem(str(index), "What is 6 times 7?", "42", grader="integer")
+        return await runner.run(
+            problem, group_id=f"s/1/{index}", step=1, seeds=range(GROUP), limits=limits
+        )
+
+    await together([group(-1)])  # imports and caches
+    before = _peak_mb()
+    wall, cpu = time.perf_counter(), time.process_time()
+    groups = await together(group(index) for index in range(rollouts // GROUP))
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    right = sum(t.correct for g in groups for t in g.trajectories)
+    if right != rollouts:
+        raise SystemExit(f"{right} of {rollouts} rollouts came out right")
+    await fleet.close()
+    events = rollouts * (2 * TURNS + 1)
+    return Measured(engines, rollouts, cpu, wall, events, _peak_mb() - before)
+
+
+def _peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def in_own_process(engines: int, rollouts: int) -> Measured:
+    """One case, measured where nothing else has been."""
+    say(f"{engines} engine(s), {rollouts} rollouts")
+    command = [sys.executable, __file__, "--case", str(engines), str(rollouts)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return Measured(**json.loads(done.stdout))
+
+
+def rows_of(found: dict[tuple[int, int], Measured]) -> list[Row]:
+    """Cost per rollout by case; the largest against the smallest number of rollouts."""
+    counts = sorted({rollouts for _, rollouts in found})
+    rows = []
+    for engines in sorted({engines for engines, _ in found}):
+        for rollouts in counts:
+            case = found[engines, rollouts]
+            last = rollouts == counts[-1]
+            rows.append(
+                Row(
+                    f"{engines} engines, {rollouts} rollouts, CPU per rollout",
+                    case.per_rollout_ms,
+                    found[engines, counts[0]].per_rollout_ms if last else None,
+                    "<= 1.5" if last else None,
+                    "ms",
+                    f"ms at {counts[0]}",
+                )
+            )
+        case = found[engines, counts[-1]]
+        rows.append(Row(f"{engines} engines, events", case.events / case.cpu_s, unit="1/s"))
+        memory = case.growth_mb * 1024 / case.rollouts
+        rows.append(Row(f"{engines} engines, memory per rollout", memory, unit="KB"))
+    return rows
+
+
+def plot(found: dict[tuple[int, int], Measured]) -> str:
+    """Cost per rollout over the number of rollouts, one line per number of engines."""
+    counts = sorted({rollouts for _, rollouts in found})
+    series = [
+        Series(
+            f"{engines} engines",
+            tuple(float(n) for n in counts),
+            tuple(found[engines, n].per_rollout_ms for n in counts),
+        )
+        for engines in sorted({engines for engines, _ in found})
+    ]
+    return str(line_chart(series, title="driver CPU per rollout, ms", x_name="rollouts a step"))
+
+
+def main() -> int:
+    if "--case" in sys.argv:
+        at = sys.argv.index("--case")
+        engines, rollouts = map(int, sys.argv[at + 1 : at + 3])
+        case = asyncio.run(measure(engines, rollouts))
+        print(json.dumps({name: getattr(case, name) for name in Measured.__dataclass_fields__}))
+        return 0
+    parser = arguments(str(__doc__).partition("\n")[0])
+    parser.add_argument("--plot", type=Path, help="write the plot to this file")
+    args = parser.parse_args()
+    engines = (1, 16, 256) if args.quick else ENGINES
+    rollouts = (256, 1024) if args.quick else ROLLOUTS
+    found = {(e, n): in_own_process(e, n) for n in rollouts for e in engines}
+    if args.plot:
+        args.plot.write_text(plot(found))
+    notes = {"turns_each": TURNS, "group": GROUP, "wall_s": sum(m.wall_s for m in found.values())}
+    return finish("scaling", rows_of(found), args, notes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,5 @@
+"""Lines of the table of faults, filled by test_ray.py and printed at the end (conftest.py)."""
+
+from __future__ import annotations
+
+TABLE: list[str] = []

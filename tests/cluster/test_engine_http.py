@@ -1,0 +1,125 @@
+"""A real engine behind HTTP: what comes back is what the engine gives, errors included."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from rstar2.cluster.engine_http import EngineApp, EngineClient
+from rstar2.engine.embedded import EmbeddedEngine, pack_state
+from rstar2.errors import DeadlineError, EngineError, UserError
+from rstar2.learner.tiny import make_tiny
+from rstar2.types import Sampling
+
+PROMPT = tuple(range(5, 25))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    make_tiny(path, 0)
+    return path
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        for _ in iter(true, True):
+            await asyncio.sleep(0.01)
+
+
+async def running(engine: EmbeddedEngine, count: int) -> None:
+    """Wait until so many requests run."""
+    async with asyncio.timeout(60):
+        for _ in range(10_000):
+            if (await engine.load()).running == count:
+                return
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def served(model: Path) -> AsyncIterator[tuple[EmbeddedEngine, EngineClient, str]]:
+    engine = EmbeddedEngine(
+        model, kv_tokens=4096, max_sequences=8, max_length=256, process=False, name="one"
+    )
+    await engine.start()
+    config = uvicorn.Config(
+        EngineApp(engine, "secret"), host="127.0.0.1", port=0, log_level="error", lifespan="off"
+    )
+    server = uvicorn.Server(config)
+    task = asyncio.ensure_future(server.serve())
+    await until(lambda: server.started)
+    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    client = EngineClient("one", url, "secret")
+    try:
+        yield engine, client, url
+    finally:
+        await client.close()
+        server.should_exit = True
+        await task
+        await engine.close()
+
+
+async def test_generation_over_http_equals_generation_here(model: Path) -> None:
+    async with served(model) as (engine, client, _):
+        sampling = Sampling(max_new_tokens=24, seed=7)
+        there = await client.generate(PROMPT, sampling, session="a/1", deadline_s=60)
+        await client.release("a/1")
+        here = await engine.generate(PROMPT, sampling, session="a/2", deadline_s=60)
+        assert there.token_ids == here.token_ids
+        assert there.logprobs == here.logprobs
+        assert there.versions == ((0, 24),)
+        assert await client.score(PROMPT, 60) == pytest.approx(await engine.score(PROMPT))
+        assert await client.capacity() == engine.capacity()
+        assert (await client.load()).version == 0
+
+
+async def test_weights_arrive_and_are_held_until_resume(model: Path, tmp_path: Path) -> None:
+    from rstar2.engine.decoder import read_weights
+
+    make_tiny(tmp_path / "other", 1)
+    other = read_weights(tmp_path / "other")
+    async with served(model) as (_, client, _):
+        before = await client.score(PROMPT, 60)
+        await client.weights(3, pack_state(other), hold=True)
+        assert (await client.load()).version == 3
+        assert await client.score(PROMPT, 60) != before
+        asked = asyncio.ensure_future(
+            client.generate(PROMPT, Sampling(4), session="a/1", deadline_s=60)
+        )
+        await asyncio.sleep(0.3)
+        assert not asked.done(), "nothing is sampled before the weights are proven"
+        await client.resume()
+        assert (await asked).versions == ((3, 4),)
+
+
+async def test_errors_keep_their_names(model: Path) -> None:
+    async with served(model) as (engine, client, url):
+        with pytest.raises(UserError):
+            await client.generate((), Sampling(4), session="a/1", deadline_s=60)
+        with pytest.raises(DeadlineError):
+            await client.generate(PROMPT, Sampling(200), session="a/2", deadline_s=0.0001)
+        stranger = EngineClient("one", url, "guess")
+        with pytest.raises(UserError, match="token"):
+            await stranger.load()
+        await stranger.close()
+        await engine.close()
+        with pytest.raises(EngineError, match="not started"):
+            await client.load()
+    with pytest.raises(EngineError):
+        await client.load()
+
+
+async def test_a_caller_who_hangs_up_frees_the_engine(model: Path) -> None:
+    async with served(model) as (engine, client, _):
+        asked = asyncio.ensure_future(
+            client.generate(PROMPT, Sampling(230), session="a/1", deadline_s=60)
+        )
+        await running(engine, 1)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        await running(engine, 0)

@@ -1,0 +1,294 @@
+"""The tiny recipe on two Ray nodes: the same numbers as on one machine, and every fault survived.
+
+The nodes are real Ray nodes (raylets and workers of their own) on this machine. A run is the
+command `rstar2 train` in a process of its own; faults are kill -9, SIGSTOP and removed nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import faults_table
+import pytest
+import yaml
+from ray.cluster_utils import Cluster
+
+from rstar2.pipeline.figures import timeless
+from rstar2.record import is_finished, read_events, read_groups, read_metrics
+
+pytestmark = pytest.mark.timeout(3000)
+
+DEADLINE_S = 900.0
+STEPS = 3
+FAULT_STEPS = 16
+HANG_S = 10.0
+
+
+# --------------------------------------------------------------------------- runs
+
+
+def recipe(directory: Path, **sections: Any) -> Path:
+    """The tiny recipe, so short that a test can afford it, as a file."""
+    values: dict[str, Any] = {
+        "extends": "tiny",
+        "name": "tiny-short",
+        "deterministic": True,
+        "engine": {"count": 2, "kv_tokens": 16384, "max_sequences": 64, "hang_s": HANG_S},
+        "codeenv": {"slots": 1},
+        "learner": {"ranks": 2, "threads": 1},
+        "sft": None,
+        "rl": {
+            "count": 64,
+            "prompts_per_step": 4,
+            "minibatches": 1,
+            "roc": {"drawn": 8, "kept": 4},
+            "stages": [{"name": "stage1", "steps": STEPS, "max_length": 176, "max_turns": 4}],
+        },
+        "evaluation": {"count": 4, "samples": 1, "greedy": False},
+        "record": {"checkpoint_every": 2},
+    }
+    values |= sections
+    path = directory / "recipe.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def command(file: Path, run: Path, *words: str) -> list[str]:
+    program = "from rstar2.cli import main; main()"
+    return [sys.executable, "-c", program, "train", str(file), "--run", str(run), *words]
+
+
+def start(file: Path, run: Path, *words: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    log = run.with_suffix(".log").open("a")
+    return subprocess.Popen(
+        command(file, run, *words), env=environment, stdout=log, stderr=log, text=True
+    )
+
+
+def finish(process: subprocess.Popen[str], run: Path) -> None:
+    code = process.wait(DEADLINE_S)
+    assert code == 0, run.with_suffix(".log").read_text()[-4000:]
+    assert is_finished(run)
+
+
+def steps(run: Path) -> list[dict[str, Any]]:
+    if not (run / "metrics.jsonl").exists():
+        return []
+    return [m for m in read_metrics(run) if m["stage"] == "stage1"]
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a short SFT makes of the tiny model: enough to answer now and then."""
+    root = tmp_path_factory.mktemp("sft")
+    base = {"data": "arithmetic", "steps": 260, "batch": 24, "max_length": 320}
+    optimizer = {"lr": 8e-3, "warmup_steps": 20, "schedule": "cosine", "matrix_optimizer": "muon"}
+    file = recipe(
+        root,
+        sft={**base, "optimizer": optimizer},
+        rl={"stages": []},
+        learner={"threads": 1},
+        evaluation={"count": 1, "samples": 1, "greedy": False},
+    )
+    finish(start(file, root / "run"), root / "run")
+    return root / "run" / "exports" / "sft"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A head node and one more, with room for everything on either."""
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    made.add_node(num_cpus=4)
+    made.wait_for_nodes()
+    yield made
+    made.shutdown()
+
+
+# --------------------------------------------------------------------------- equal to one machine
+
+
+def test_two_nodes_train_as_one_machine_does(
+    policy: Path, cluster: Cluster, tmp_path: Path
+) -> None:
+    model = {"path": str(policy), "max_length": 512}
+    file = recipe(tmp_path, model=model)
+    finish(start(file, tmp_path / "alone"), tmp_path / "alone")
+    finish(
+        start(file, tmp_path / "cluster", "--ray-address", cluster.address), tmp_path / "cluster"
+    )
+    placed = [e for e in read_events(tmp_path / "cluster") if e["event"] == "placed"]
+    assert {e["part"].split("-")[0] for e in placed} == {"engine", "rank", "codeenv"}
+    assert sum(e["part"].startswith("codeenv") for e in placed) == 2
+    alone, together = steps(tmp_path / "alone"), steps(tmp_path / "cluster")
+    assert [m["step"] for m in together] == list(range(1, STEPS + 1))
+    for mine, theirs in zip(together, alone, strict=True):
+        same, other = timeless(mine), timeless(theirs)
+        assert same.keys() == other.keys()
+        assert same == pytest.approx(other, rel=1e-3, abs=1e-4)
+    tokens = [
+        [t.token_ids for line in read_groups(run, "stage1") for t in line.group.trajectories]
+        for run in (tmp_path / "cluster", tmp_path / "alone")
+    ]
+    assert tokens[0] == tokens[1], "every rollout is the same, token for token"
+
+
+# --------------------------------------------------------------------------- faults
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One line of the table."""
+
+    what: str
+    injected: float
+    found: dict[str, Any]
+    over: dict[str, Any]
+    repeated: str
+
+    def line(self) -> str:
+        detect, recover = self.found["time"] - self.injected, self.over["time"] - self.injected
+        return f"| {self.what} | {detect:.1f} | {recover:.1f} | {self.repeated} |"
+
+
+class Scene:
+    """A run under way, what it has recorded, and the means to hurt it."""
+
+    def __init__(self, run: Path, begin: Callable[[], subprocess.Popen[str]]) -> None:
+        self.run, self.begin = run, begin
+        self.process = begin()
+        self.faults: list[Fault] = []
+
+    def wait(self, what: str, found: Callable[[], Any]) -> Any:
+        """Poll until something is found; the run must be alive meanwhile."""
+        ends = time.monotonic() + DEADLINE_S
+        while not (value := found()):
+            log = self.run.with_suffix(".log")
+            assert self.process.poll() is None, f"{what}: ended\n{log.read_text()[-4000:]}"
+            assert time.monotonic() < ends, f"{what}: not seen\n{self.events()[-20:]}"
+            time.sleep(0.1)
+        return value
+
+    def events(self, since: float = 0.0) -> list[dict[str, Any]]:
+        return [e for e in read_events(self.run) if e["time"] > since]
+
+    def first(self, since: float, event: str, **facts: str) -> dict[str, Any] | None:
+        """The first event of this name after a time; facts are beginnings of its values."""
+        for e in self.events(since):
+            if e["event"] == event and all(str(e[k]).startswith(v) for k, v in facts.items()):
+                return e
+        return None
+
+    def pids(self, part: str) -> list[int]:
+        """The processes of a part, as of its last start."""
+        found = [e for e in self.events() if e["event"] == "placed" and e["part"].startswith(part)]
+        return list(found[-1]["pids"])
+
+    def step(self, more: int) -> int:
+        """Wait for so many further steps; returns the last one done."""
+        target = (steps(self.run)[-1]["step"] if steps(self.run) else 0) + more
+        self.wait(
+            f"step {target}", lambda: steps(self.run) and steps(self.run)[-1]["step"] >= target
+        )
+        return target
+
+    def survive(
+        self, what: str, hurt: Callable[[], Any], found: Any, over: Any, repeated: str
+    ) -> None:
+        """Hurt the run, see that it is noticed and made good, and that steps go on."""
+        injected = time.time()
+        hurt()
+        seen = self.wait(f"{what} is noticed", lambda: found(injected))
+        good = self.wait(f"{what} is made good", lambda: over(seen["time"]))
+        self.step(1)
+        self.faults.append(Fault(what, injected, seen, good, repeated))
+
+
+def kill(*pids: int) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_every_fault_is_survived_and_every_step_is_done_once(
+    policy: Path, cluster: Cluster, tmp_path: Path
+) -> None:
+    stage = {"name": "stage1", "steps": FAULT_STEPS, "max_length": 176, "max_turns": 4}
+    base = yaml.safe_load(recipe(tmp_path).read_text())
+    file = recipe(
+        tmp_path,
+        model={"path": str(policy), "max_length": 512},
+        rl=base["rl"] | {"stages": [stage]},
+    )
+    run = tmp_path / "run"
+    scene = Scene(run, lambda: start(file, run, "--ray-address", cluster.address))
+    scene.step(1)
+    scene.survive(
+        "engine, kill -9",
+        lambda: kill(*scene.pids("engine-0")),
+        lambda t: scene.first(t, "lost", part="engine-0"),
+        lambda t: scene.first(t, "back", part="engine-0"),
+        "its running turns",
+    )
+    scene.survive(
+        "engine hangs, SIGSTOP",
+        lambda: os.kill(scene.pids("engine-1")[-1], signal.SIGSTOP),
+        lambda t: scene.first(t, "hung", part="engine-1"),
+        lambda t: scene.first(t, "back", part="engine-1"),
+        "its running turns",
+    )
+    scene.survive(
+        "code environment, kill -9",
+        lambda: kill(*scene.pids("codeenv")),
+        lambda t: scene.first(t, "lost", part="codeenv"),
+        lambda t: scene.first(t, "placed", part="codeenv"),
+        "its running calls",
+    )
+    scene.survive(
+        "learner rank, kill -9",
+        lambda: kill(*scene.pids("rank-1")),
+        lambda t: scene.first(t, "lost", part="learner"),
+        lambda t: scene.first(t, "back", part="learner"),
+        "at most 2 steps",
+    )
+    scene.survive(
+        "node removed",
+        lambda: cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False),
+        lambda t: scene.first(t, "node_lost") or scene.first(t, "lost", part="learner"),
+        lambda t: scene.first(t, "back", part="learner") or scene.first(t, "back", part="engine"),
+        "at most 2 steps, its turns and calls",
+    )
+    scene.survive(
+        "node added",
+        lambda: cluster.add_node(num_cpus=4),
+        lambda t: scene.first(t, "node_joined"),
+        lambda t: scene.first(t, "placed", part="codeenv"),
+        "nothing",
+    )
+    injected = time.time()
+    scene.process.kill()
+    scene.process.wait()
+    scene.process = scene.begin()
+    resumed = scene.wait("the driver goes on", lambda: scene.first(injected, "resumed"))
+    placed = scene.wait(
+        "engines are back", lambda: scene.first(injected, "placed", part="engine-1")
+    )
+    scene.faults.append(Fault("driver, kill -9", injected, resumed, placed, "at most 2 steps"))
+    finish(scene.process, run)
+
+    assert [m["step"] for m in steps(run)] == list(range(1, FAULT_STEPS + 1))
+    groups = [line.group.id for line in read_groups(run, "stage1")]
+    assert len(groups) == len(set(groups))
+    assert sum(m["rollouts/lost"] for m in steps(run)) == 0
+    faults_table.TABLE += [
+        "| fault | seconds until noticed | until made good | work repeated |",
+        "|---|---|---|---|",
+        *(fault.line() for fault in scene.faults),
+    ]
