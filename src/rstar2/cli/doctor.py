@@ -29,11 +29,24 @@ PACKAGES = (
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", help="examine every node of this Ray cluster (host:port, auto)"),
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", help="with --cluster: a directory all nodes must share")
+    ] = None,
 ) -> None:
     """Show what this machine can do, the isolation level you get and why, and what to change.
 
-    Exit code 1 if the code environment cannot isolate programs here at all.
+    Exit code 1 if the code environment cannot isolate programs here at all; with --cluster, if any
+    node differs in a way that a run would fail on.
     """
+    if cluster is not None:
+        from rstar2.cli.doctor_cluster import examine_cluster
+
+        examine_cluster(cluster, run, as_json=as_json)
+        return
     findings = examine()
     if as_json:
         typer.echo(encode(findings).decode())
