@@ -6,8 +6,11 @@ INSTALLED := $(VENV)/.installed
 # vLLM's requirements differ from ours (and weigh 3.7 GB), so it has an environment of its own.
 VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed
+# Ray is for several machines only; the core environment stays free of it.
+RAY := .venv-ray
+RAY_INSTALLED := $(RAY)/.installed
 
-.PHONY: help install quickstart test test-vllm lint format wheel clean
+.PHONY: help install quickstart test test-vllm test-cluster lint format wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -35,6 +38,14 @@ $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt scripts/install_vllm.py
 test-vllm: $(VLLM_INSTALLED)  ## run the tests against real vLLM servers on this machine's CPU
 	OMP_NUM_THREADS=1 $(VLLM)/bin/pytest tests/vllm
 
+$(RAY_INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/pip install --quiet -c constraints.txt -e '.[dev,ray]'
+	touch $@
+
+test-cluster: $(RAY_INSTALLED)  ## run the tests on a two-node Ray cluster on this machine
+	OMP_NUM_THREADS=1 $(RAY)/bin/pytest tests/cluster
+
 lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -48,4 +59,4 @@ wheel: $(INSTALLED)  ## build dist/rstar2-*.whl
 	$(BIN)/pip wheel --quiet --no-deps -w dist .
 
 clean:  ## remove what the targets above made (runs/ stays)
-	rm -rf $(VENV) $(VLLM) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(RAY) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
