@@ -1,62 +1,113 @@
-"""What the length model expects, by hand and against a sorted list."""
+"""What the life table expects, by hand and against counting."""
 
 from __future__ import annotations
 
-from math import ceil
-
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rstar2.rollout.lengths import LengthModel
+from rstar2.rollout.lengths import LengthModel, bucket, first_of
 
 
-def test_nothing_known_expects_the_limit() -> None:
-    assert LengthModel(0.9).expect(prompt=10, completion=0, limit=500) == 500
+def survival(model: LengthModel, completion: int, further: int) -> float:
+    return float(model.survival(completion, further))
 
 
-def test_quantile_of_those_that_got_further() -> None:
-    model = LengthModel(0.5, least=2)
-    for length in (10, 20, 30, 40):
+def test_nothing_known_ends_nowhere() -> None:
+    model = LengthModel()
+    model.refresh()
+    assert survival(model, 0, 10_000) == 1.0
+    assert model.quantile(0.5, completion=3, longest=500) == 500
+
+
+def test_share_of_those_that_got_as_far() -> None:
+    model = LengthModel(least=2, half_life=10**9)
+    for length in (10, 10, 20, 20):
         model.observe(length)
-    assert model.expect(prompt=5, completion=0, limit=1000) == 25
-    # 30 and 40 are left; the median rank of two is the first
-    assert model.expect(prompt=5, completion=20, limit=1000) == 35
-    # only 40 is left: too few to say anything
-    assert model.expect(prompt=5, completion=30, limit=1000) == 1000
+    model.refresh()
+    # of 4 (+1 for caution) that reached 10 two ended there; of 2 (+1) that reached 20 two did
+    assert survival(model, 0, 11) == pytest.approx(1 - 2 / 5)
+    assert survival(model, 11, 10) == pytest.approx(1 - 2 / 3)
+    assert survival(model, 0, 21) == pytest.approx((1 - 2 / 5) * (1 - 2 / 3))
+    # nothing is known beyond 21: it goes on
+    assert survival(model, 21, 1000) == 1.0
 
 
-def test_truncated_rollouts_count_as_endless() -> None:
-    model = LengthModel(0.9, least=2)
-    for _ in range(5):
+def test_running_rollouts_correct_the_haste_of_the_short_ones() -> None:
+    hasty, fair = LengthModel(least=2), LengthModel(least=2)
+    for model in (hasty, fair):
+        for _ in range(8):
+            model.observe(10)
+    hasty.refresh()
+    fair.refresh(running=[30] * 72)
+    assert survival(hasty, 0, 11) < 0.15
+    assert survival(fair, 0, 11) == pytest.approx(1 - 8 / 81, abs=0.01)
+
+
+def test_truncated_rollouts_want_more() -> None:
+    model = LengthModel(least=2)
+    for _ in range(50):
         model.observe(100, truncated=True)
-    assert model.expect(prompt=0, completion=0, limit=12_000) == 12_000
+    model.refresh()
+    assert survival(model, 0, 101) == 1.0
+    assert model.quantile(0.9, completion=0, longest=12_000) == 12_000
 
 
-def test_window_forgets_the_oldest() -> None:
-    model = LengthModel(1.0, window=3, least=1)
-    for length in (900, 1, 2, 3):
-        model.observe(length)
-    assert len(model) == 3
-    assert model.expect(prompt=0, completion=0, limit=1000) == 3
+def test_few_rollouts_say_nothing() -> None:
+    model = LengthModel(least=16)
+    for _ in range(15):
+        model.observe(10)
+    model.refresh()
+    assert survival(model, 0, 11) == 1.0
+    model.observe(10)
+    model.refresh()
+    assert survival(model, 0, 11) < 0.1
+
+
+def test_old_rollouts_fade() -> None:
+    model = LengthModel(least=2, half_life=10)
+    for _ in range(100):
+        model.observe(10)
+    for _ in range(100):
+        model.observe(30)
+    model.refresh()
+    assert survival(model, 0, 11) > 0.98
+
+
+def test_quantile_of_equal_chances() -> None:
+    model = LengthModel(least=1, half_life=10**9)
+    for length in range(30):
+        for _ in range(100):
+            model.observe(length)
+    model.refresh()
+    assert model.quantile(0.5, completion=0, longest=1000) == pytest.approx(15, abs=1)
+    assert model.quantile(0.5, completion=20, longest=1000) == pytest.approx(25, abs=1)
+    assert model.quantile(0.999, completion=0, longest=20) == 20, "never above the limit"
+
+
+@given(st.integers(0, 10**6))
+def test_buckets_are_narrow_and_in_order(length: int) -> None:
+    index = bucket(length)
+    assert first_of(index) <= length < first_of(index + 1)
+    assert first_of(index + 1) - first_of(index) <= max(1, length / 15)
 
 
 @given(
-    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=60),
-    completion=st.integers(0, 60),
-    limit=st.integers(61, 100),
-    quantile=st.floats(0.01, 1.0),
+    lengths=st.lists(st.integers(0, 400), min_size=20, max_size=80),
+    running=st.lists(st.integers(0, 400), max_size=20),
+    completion=st.integers(0, 500),
+    further=st.integers(0, 500),
 )
-def test_equals_a_sorted_list(
-    lengths: list[int], completion: int, limit: int, quantile: float
+def test_survival_is_a_probability_that_falls(
+    lengths: list[int], running: list[int], completion: int, further: int
 ) -> None:
-    model = LengthModel(quantile, window=40, least=3)
+    model = LengthModel(least=3)
     for length in lengths:
-        model.observe(length)
-    expected = model.expect(prompt=1, completion=completion, limit=limit)
-    survivors = sorted(x for x in lengths[-40:] if x > completion)
-    if len(survivors) < 3:
-        assert expected == limit
-    else:
-        rank = max(1, ceil(quantile * len(survivors)))
-        assert expected == min(limit, 1 + survivors[rank - 1])
-        assert expected > 1 + completion - 1
+        model.observe(length, truncated=length > 350)
+    model.refresh(running)
+    here, further_on = (
+        survival(model, completion, further),
+        survival(model, completion, further + 9),
+    )
+    assert 0.0 <= further_on <= here + 1e-12 <= 1.0 + 2e-12
+    assert survival(model, completion, 0) == 1.0

@@ -26,6 +26,7 @@ COMMANDS = {
     "entropy": ("rstar2.cli.entropy", "entropy", "where a policy is uncertain, token by token"),
     "chat": ("rstar2.cli.chat", "chat", "watch an agent think, call Python, read and answer"),
     "data": ("rstar2.cli.data", "app", "prepare training data: clean, decontaminate, grade"),
+    "simulate": ("rstar2.cli.simulate", "simulate", "compare rollout schedulers, no GPU needed"),
     "codeenv": ("rstar2.cli.codeenv", "app", "serve, run and measure the code environment"),
     "plan": ("rstar2.cli.plan", "plan", "does a recipe fit a cluster, how long, at what cost"),
     "doctor": ("rstar2.cli.doctor", "doctor", "what this machine can do, and what to change"),

@@ -2,10 +2,12 @@
 
 Pure state, no I/O. Two sentences of Invariant 5 live here: the sum of tokens reserved never
 exceeds the capacity, and a reservation is released exactly once (a second release is a bug and
-raises InvariantError). Amounts are rounded up to the engine's block size, as the engine will.
+raises InvariantError). What the engine itself reports as used counts as taken, whoever uses it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from rstar2.errors import InvariantError
 from rstar2.types import EngineCapacity
@@ -16,8 +18,12 @@ class KvBudget:
 
     def __init__(self, capacity: EngineCapacity) -> None:
         self.capacity = capacity
+        self.total = capacity.kv_tokens // capacity.block_tokens * capacity.block_tokens
+        """Tokens in whole blocks that the cache can hold."""
+        self.reserved = 0
+        self.used = 0
+        """What the engine last reported, less what was released since."""
         self._held: dict[str, int] = {}
-        self._reserved = 0
 
     def rounded(self, tokens: int) -> int:
         """`tokens` in whole blocks."""
@@ -25,17 +31,14 @@ class KvBudget:
         return -(-tokens // block) * block
 
     @property
-    def total(self) -> int:
-        """Tokens in whole blocks that the cache can hold."""
-        return self.capacity.kv_tokens // self.capacity.block_tokens * self.capacity.block_tokens
-
-    @property
-    def reserved(self) -> int:
-        return self._reserved
+    def taken(self) -> int:
+        """Tokens promised or in use, whichever is more."""
+        return max(self.reserved, min(self.used, self.total))
 
     @property
     def free(self) -> int:
-        return self.total - self._reserved
+        """Tokens that are not promised."""
+        return self.total - self.reserved
 
     @property
     def sessions(self) -> tuple[str, ...]:
@@ -48,26 +51,36 @@ class KvBudget:
 
     def fits(self, session: str, tokens: int) -> bool:
         """Whether the session's reservation could become `tokens`."""
-        return self.rounded(tokens) - self.held(session) <= self.free
+        return tokens - self.held(session) <= self.free
 
     def resize(self, session: str, tokens: int) -> None:
         """Make the session's reservation `tokens`, opening it if there is none."""
-        wanted = self.rounded(tokens)
-        growth = wanted - self.held(session)
-        if wanted <= 0:
-            raise InvariantError(f"reservation of {session} would be {wanted} tokens")
+        if tokens <= 0:
+            raise InvariantError(f"reservation of {session} would be {tokens} tokens")
+        growth = tokens - self.held(session)
         if growth > self.free:
             raise InvariantError(
-                f"reserving {wanted} tokens for {session} would exceed the cache: "
-                f"{self._reserved} of {self.total} are taken"
+                f"reserving {tokens} tokens for {session} would exceed the cache: "
+                f"{self.reserved} of {self.total} are taken"
             )
-        self._held[session] = wanted
-        self._reserved += growth
+        self._held[session] = tokens
+        self.reserved += growth
+
+    def revise(self, tokens: Mapping[str, int]) -> None:
+        """Give all holders new reservations at once; nobody comes or goes."""
+        total = sum(tokens.values())
+        if tokens.keys() != self._held.keys():
+            raise InvariantError("a revision must name exactly those who hold a reservation")
+        if total > self.total or min(tokens.values(), default=1) <= 0:
+            raise InvariantError(f"revised reservations of {total} of {self.total} tokens")
+        self._held.update(tokens)
+        self.reserved = total
 
     def release(self, session: str) -> int:
         """End the session's reservation; returns what it held."""
         if session not in self._held:
             raise InvariantError(f"{session} holds no reservation: released twice")
         tokens = self._held.pop(session)
-        self._reserved -= tokens
+        self.reserved -= tokens
+        self.used = max(0, self.used - tokens)
         return tokens

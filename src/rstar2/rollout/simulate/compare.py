@@ -1,0 +1,250 @@
+"""Policies against each other and the lower bound, on the same work: figures, table, targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import numpy as np
+
+from rstar2.config import SchedulerConfig
+from rstar2.rollout.scheduler import Scheduler
+from rstar2.rollout.simulate.bound import lower_bound
+from rstar2.rollout.simulate.simulation import Simulation
+from rstar2.rollout.simulate.workload import SHAPES, Workload, draw
+
+POLICIES: tuple[str, ...] = get_args(SchedulerConfig.model_fields["policy"].annotation)
+OURS = "reserve"
+LEARNING = ("reserve", "aimd")
+"""Policies that carry something over from one step to the next."""
+
+BOUND_TARGET, RIVAL_TARGET, STATIC_TARGET = 1.10, 1.02, 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of one workload under one policy."""
+
+    workload: str
+    policy: str
+    makespan_s: float
+    bound_s: float
+    idle_share: float
+    """Of the engines' time until the last rollout ended."""
+    kv_share: float
+    kv_peak: float
+    preemptions: int
+    sampled_tokens: int
+    recomputed_tokens: int
+    """Computed again: after preemptions and moves, and where a cached prefix was lost."""
+    moves: int
+    wait_mean_s: float
+    wait_p95_s: float
+    """Of a turn, from asking to being computed."""
+    group_spread_s: float
+    """From a group's first rollout to end to its last, on average."""
+    kv_demand: float
+    """Final tokens of all rollouts over the KV of all engines."""
+    cold_makespan_s: float | None = None
+    """Of the step before, in which a learning policy knew nothing yet."""
+
+    @property
+    def ratio(self) -> float:
+        """Times the lower bound."""
+        return self.makespan_s / self.bound_s
+
+
+def measure(
+    workload: Workload, config: SchedulerConfig, *, before: Workload | None = None
+) -> Result:
+    """Simulate one step; a learning policy has been through the step `before` it."""
+    scheduler: Scheduler | None = None
+    cold: float | None = None
+    if before is not None and config.policy in LEARNING:
+        first = Simulation(before, config)
+        first.run()
+        scheduler, cold = first.scheduler, first.now
+    simulation = Simulation(workload, config, scheduler=scheduler)
+    simulation.run()
+    return summarize(simulation, config.policy, cold_makespan_s=cold)
+
+
+def summarize(
+    simulation: Simulation, policy: str, *, cold_makespan_s: float | None = None
+) -> Result:
+    """The figures of a simulation that has ended."""
+    workload, now = simulation.workload, simulation.now
+    tallies = [engine.tally for engine in simulation.engines]
+    time = now * len(tallies)
+    waits = np.array(simulation.observed.waits)
+    ends: dict[str, list[float]] = {}
+    for plan in workload.rollouts:
+        ends.setdefault(plan.group, []).append(simulation.ends[plan.id])
+    capacity = workload.model.kv_tokens * workload.engines
+    return Result(
+        workload=workload.name,
+        policy=policy,
+        makespan_s=now,
+        bound_s=lower_bound(workload).seconds,
+        idle_share=1 - sum(t.busy_s for t in tallies) / time,
+        kv_share=sum(t.kv_s for t in tallies) / time,
+        kv_peak=max(t.kv_peak for t in tallies),
+        preemptions=sum(t.preemptions for t in tallies),
+        sampled_tokens=sum(t.decoded for t in tallies),
+        recomputed_tokens=sum(t.recomputed for t in tallies),
+        moves=simulation.observed.moves,
+        wait_mean_s=float(waits.mean()),
+        wait_p95_s=float(np.quantile(waits, 0.95)),
+        group_spread_s=float(np.mean([max(e) - min(e) for e in ends.values()])),
+        kv_demand=sum(plan.tokens for plan in workload.rollouts) / capacity,
+        cold_makespan_s=cold_makespan_s,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One cell of the table, small enough to be sent to another process."""
+
+    shape: str
+    policy: str
+    seed: int
+    scale: float
+    cold: bool = False
+
+    def run(self) -> Result:
+        shape = SHAPES[self.shape]
+        before = None if self.cold else draw(shape, self.seed + 1, scale=self.scale)
+        config = SchedulerConfig.model_validate({"policy": self.policy})
+        return measure(draw(shape, self.seed, scale=self.scale), config, before=before)
+
+
+# --------------------------------------------------------------------------- reading the results
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How ours did in one workload, against the targets."""
+
+    workload: str
+    ratio: float
+    behind_best: float
+    """Our makespan over the best rival's: below 1 we win."""
+    best: str
+    over_static: float
+    """Static split's makespan over ours."""
+    preemptions: int
+    kv_short: bool
+
+    @property
+    def missed(self) -> tuple[str, ...]:
+        """Targets that were missed, in words."""
+        found = []
+        if self.ratio > BOUND_TARGET:
+            found.append(f"{self.ratio:.3f}x the bound (target {BOUND_TARGET})")
+        if self.behind_best > RIVAL_TARGET:
+            found.append(f"{self.behind_best - 1:.1%} behind {self.best}")
+        if self.kv_short and self.over_static < STATIC_TARGET:
+            found.append(f"{self.over_static:.2f}x static split (target {STATIC_TARGET})")
+        if self.preemptions:
+            found.append(f"{self.preemptions} preemptions")
+        return tuple(found)
+
+
+def verdicts(results: Sequence[Result]) -> list[Verdict]:
+    """One per workload that ours and a rival were run on."""
+    found = []
+    for name, row in _rows(results).items():
+        rivals = [r for r in row.values() if r.policy not in (OURS, "worst_case")]
+        if OURS not in row or not rivals:
+            continue
+        ours, best = row[OURS], min(rivals, key=lambda r: r.makespan_s)
+        static = row.get("static_split")
+        found.append(
+            Verdict(
+                workload=name,
+                ratio=ours.ratio,
+                behind_best=ours.makespan_s / best.makespan_s,
+                best=best.policy,
+                over_static=static.makespan_s / ours.makespan_s if static else float("inf"),
+                preemptions=ours.preemptions,
+                kv_short=any(r.preemptions for r in rivals),
+            )
+        )
+    return found
+
+
+def table(results: Sequence[Result]) -> str:
+    """Makespans over the lower bound, a row per workload, as Markdown."""
+    rows = _rows(results)
+    policies = list(dict.fromkeys(r.policy for r in results))
+    judged = {verdict.workload: verdict for verdict in verdicts(results)}
+    head = ["workload", "bound, s", *policies, "static / ours", "ours / best rival"]
+    body = []
+    for name, row in rows.items():
+        bound = next(iter(row.values())).bound_s
+        cells = [f"{row[p].ratio:.3f}{'*' * bool(row[p].preemptions)}" for p in policies]
+        verdict = judged.get(name)
+        static = f"{verdict.over_static:.2f}" if verdict else ""
+        best = f"{verdict.behind_best:.3f} ({verdict.best})" if verdict else ""
+        body.append([name, f"{bound:.0f}", *cells, static, best])
+    return _markdown(head, body) + "\n\nmakespan / lower bound; * with preemptions"
+
+
+def details(results: Iterable[Result]) -> str:
+    """Everything that was measured, a row per workload and policy, as Markdown."""
+    head = (
+        "workload policy makespan,s /bound idle kv kv-peak preempt twice moved wait,s p95 spread,s"
+    )
+    body = [
+        [
+            r.workload,
+            r.policy,
+            f"{r.makespan_s:.1f}",
+            f"{r.ratio:.3f}",
+            f"{r.idle_share:.1%}",
+            f"{r.kv_share:.0%}",
+            f"{r.kv_peak:.0%}",
+            str(r.preemptions),
+            f"{r.recomputed_tokens / max(1, r.sampled_tokens):.1%}",
+            str(r.moves),
+            f"{r.wait_mean_s:.1f}",
+            f"{r.wait_p95_s:.1f}",
+            f"{r.group_spread_s:.0f}",
+        ]
+        for r in results
+    ]
+    return _markdown(head.split(), body)
+
+
+def _rows(results: Iterable[Result]) -> dict[str, dict[str, Result]]:
+    rows: dict[str, dict[str, Result]] = {}
+    for result in results:
+        rows.setdefault(result.workload, {})[result.policy] = result
+    return rows
+
+
+def _markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in [head, *body]) for i in range(len(head))]
+    lines = [head, ["-" * width for width in widths], *body]
+    return "\n".join(
+        "| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    )
+
+
+def run_cases(cases: Sequence[Case], *, jobs: int, done: Callable[[Result], None]) -> list[Result]:
+    """All cells in their order, on `jobs` processes."""
+    found: list[Result] = []
+    if jobs == 1:
+        for case in cases:
+            found.append(case.run())
+            done(found[-1])
+        return found
+    from concurrent.futures import ProcessPoolExecutor
+
+    with ProcessPoolExecutor(jobs) as pool:
+        for result in pool.map(Case.run, cases):
+            found.append(result)
+            done(result)
+    return found
