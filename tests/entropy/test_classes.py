@@ -32,7 +32,8 @@ def test_a_turn_with_reasoning_and_a_call() -> None:
 
 
 def test_an_answer_and_what_follows_it() -> None:
-    pieces = ["<reason>", "Done", ".", "</reason>", "\n", "<answer>", "\n", "42", "</answer>", "<|im_end|>"]  # fmt: skip
+    pieces = ["<reason>", "Done", ".", "</reason>", "\n"]
+    pieces += ["<answer>", "\n", "42", "</answer>", "<|im_end|>"]
     kinds = one(pieces, failed=False)
     assert kinds == [
         *("format", "after_ok", "after_ok", "format", "format", "format"),

@@ -63,11 +63,9 @@ def test_a_model_answers_problems_first(
     problems = tmp_path / "problems.jsonl"
     rows = [{"id": f"{n}", "prompt": f"coin {n}", "answer": str(n % 2)} for n in range(40, 44)]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    how = ("--problems", str(problems), "--max-length", "128", "--out", str(tmp_path / "out"))
     with pytest.raises(SystemExit) as end:
-        out = ("--out", str(tmp_path / "out"))
-        main(
-            ["entropy", str(model), "--problems", str(problems), "--max-length=128", *out, "--json"]
-        )
+        main(["entropy", str(model), *how, "--json"])
     assert end.value.code == 0
     (sample,) = json.loads(capsys.readouterr().out)["samples"]
     assert sample["label"] == "model"
@@ -84,7 +82,7 @@ def test_rollouts_without_entropies_are_refused_by_name() -> None:
     turn = Turn((1, 2), (-0.1, -0.2), ((0, 2),))
     trajectory = Trajectory("t/1/0", "p", "t/1", 0, (1,), (turn,), StopReason.ANSWERED)
     with pytest.raises(UserError, match="t/1/0"):
-        classed(Sample("x", (trajectory,)), lambda ids: ["a"] * len(ids), None)
+        classed(Sample("x", (trajectory,), ("",)), lambda ids: ["a"] * len(ids), None)
 
 
 def test_hostile_text_stays_text_on_the_page(tmp_path: Path) -> None:

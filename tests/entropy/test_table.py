@@ -16,14 +16,14 @@ def token(piece: str, kind: str, entropy: float, top: bool = False, turn: int = 
 FIRST = [
     token("But", "reasoning", 2.0, top=True),
     token(" before", "reasoning", 1.0),
-    token("x", "code", 0.1),
+    token(" x", "code", 0.1),
     token(" =", "code", 0.1),
     token("</reason>", "format", 0.0),
 ]
 SECOND = [
     token("Try", "after_error", 3.0, top=True, turn=1),
     token(" again", "after_error", 1.0, turn=1),
-    token("y", "code", 0.4),
+    token(" y", "code", 0.4),
     token("z", "code", 0.2),
     token("<answer>", "format", 0.2),
 ]

@@ -221,7 +221,7 @@ def test_the_keyboard_is_enough(page: Page, url: str) -> None:
     assert page.locator("#help").is_visible()
     page.keyboard.press("Escape")
     page.keyboard.press("/")
-    page.wait_for_function("document.activeElement.id === 'q'")
+    page.wait_for_function("() => document.activeElement.id === 'q'")
 
 
 def test_light_and_dark(page: Page, url: str) -> None:
@@ -251,6 +251,13 @@ def test_nothing_is_wider_than_a_phone(phone: Page, url: str, run: str) -> None:
 # --------------------------------------------------------------------------- runs that are not nice
 
 
+def cells(page: Page, count: int) -> None:
+    """Wait until the map of steps has so many."""
+    page.wait_for_function(
+        "count => document.querySelectorAll('.strip .cell').length === count", arg=count
+    )
+
+
 def test_a_run_that_is_writing_is_followed(page: Page, tmp_path: Path) -> None:
     with RunDirectory.create_or_resume(tmp_path / "live", recipe()) as run:
         write_step(run, 1)
@@ -260,12 +267,12 @@ def test_a_run_that_is_writing_is_followed(page: Page, tmp_path: Path) -> None:
             assert page.locator(".strip .cell").count() == 1
             page.evaluate("window.same = true")
             write_step(run, 2)
-            page.wait_for_function("document.querySelectorAll('.strip .cell').length === 2")
+            cells(page, 2)
             run.rewind("stage1", 1)  # a resumed run goes back
-            page.wait_for_function("document.querySelectorAll('.strip .cell').length === 1")
+            cells(page, 1)
             write_step(run, 2)
             write_step(run, 3)
-            page.wait_for_function("document.querySelectorAll('.strip .cell').length === 3")
+            cells(page, 3)
             run.event("finished")
             page.wait_for_selector(".badge:has-text('finished')")
             assert page.evaluate("window.same") is True, "the page was not loaded again"

@@ -16,9 +16,10 @@ import typer
 from rstar2.errors import UserError
 
 if TYPE_CHECKING:
+    from rstar2.agent.pieces import Pieces
     from rstar2.entropy.classes import Token
     from rstar2.entropy.page import Heat, Point
-    from rstar2.entropy.sources import Sample
+    from rstar2.entropy.sources import Exact, Sample
     from rstar2.entropy.table import Analysis
     from rstar2.types import Trajectory
 
@@ -135,23 +136,27 @@ class _Job:
 
         directory = model_directory(self.target)
         length = longest(directory, max_length)
-        rollouts = asyncio.run(_draw(directory, problems, self.count, length, max_turns, self.seed))
-        sample = Sample(directory.name, tuple(t for t in rollouts if t.failure is None))
-        if not sample.trajectories:
+        drawn = asyncio.run(_draw(directory, problems, self.count, length, max_turns, self.seed))
+        kept = [(t, prompt) for t, prompt in drawn if t.failure is None]
+        if not kept:
             raise UserError(f"{directory}: every rollout was lost to infrastructure")
+        trajectories, prompts = zip(*kept, strict=True)
+        sample = Sample(directory.name, trajectories, prompts)
         known = all(recorded(t) is not None for t in sample.trajectories)
         return [self._analyse(sample, None if known else exact_entropies(directory), directory)]
 
-    def _analyse(self, sample: Sample, exact: object, directory: Path | None = None) -> Analysis:
+    def _analyse(
+        self, sample: Sample, exact: Exact | None, directory: Path | None = None
+    ) -> Analysis:
         from rstar2.entropy.sources import classed
         from rstar2.entropy.table import analyse
 
-        tokens = classed(sample, self._pieces(directory), exact)  # type: ignore[arg-type]
+        tokens = classed(sample, self._pieces(directory), exact)
         label = f"{self.prefix}{sample.label}"
-        self.heats += _heats(label, sample.trajectories[:HEATS], tokens[:HEATS])
+        self.heats += _heats(label, sample, tokens[:HEATS])
         return analyse(label, tokens)
 
-    def _pieces(self, directory: Path | None = None):  # type: ignore[no-untyped-def]
+    def _pieces(self, directory: Path | None = None) -> Pieces:
         from rstar2.agent.pieces import Pieces, find_tokenizer
         from rstar2.record import read_recipe
 
@@ -160,9 +165,8 @@ class _Job:
         return Pieces(find_tokenizer(self.target, read_recipe(self.target)))
 
 
-def _heats(
-    label: str, trajectories: tuple[Trajectory, ...], tokens: list[list[Token]]
-) -> list[Heat]:
+def _heats(label: str, sample: Sample, tokens: list[list[Token]]) -> list[Heat]:
+    """The first rollouts of a sample, as many as there are tokens of, on one scale."""
     from rstar2.agent.outputs import tool_text
     from rstar2.entropy.page import Heat, pieces
 
@@ -171,21 +175,23 @@ def _heats(
         Heat(
             sample=label,
             id=trajectory.id,
-            prompt=trajectory.problem_id,
+            prompt=prompt,
             correct=trajectory.correct,
             turns=pieces(part, len(trajectory.turns), scale),
             tools=tuple(
                 "\n".join(tool_text(result) for result in turn.results) for turn in trajectory.turns
             ),
         )
-        for trajectory, part in zip(trajectories, tokens, strict=True)
+        for trajectory, prompt, part in zip(
+            sample.trajectories, sample.prompts, tokens, strict=False
+        )
     ]
 
 
 async def _draw(
     directory: Path, problems: str, count: int, max_length: int, max_turns: int, seed: int
-) -> list[Trajectory]:
-    """Answer the first `count` problems once each, at temperature 1."""
+) -> list[tuple[Trajectory, str]]:
+    """Answers to the first `count` problems, one each, at temperature 1; with the prompts."""
     from rstar2.cli.eval import base_recipe
     from rstar2.config import SamplingConfig
     from rstar2.evaluate.benchmarks import load_benchmark
@@ -212,4 +218,5 @@ async def _draw(
             )
             for n, problem in enumerate(benchmark.problems)
         )
-    return [trajectory for trajectory, _ in answers]
+    prompts = [problem.prompt for problem in benchmark.problems]
+    return [(trajectory, p) for (trajectory, _), p in zip(answers, prompts, strict=True)]

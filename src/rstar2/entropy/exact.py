@@ -4,12 +4,12 @@ exact, over the whole vocabulary, at temperature 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from rstar2.entropy.sources import Values
+from rstar2.entropy.sources import Exact, Values
 from rstar2.learner.model import load_policy
 from rstar2.learner.pack import input_length, make_pack, make_row, plan
 from rstar2.types import Trajectory
@@ -17,9 +17,7 @@ from rstar2.types import Trajectory
 TOKENS_PER_PACK = 8192
 
 
-def exact_entropies(
-    model_dir: Path, device: str = "cpu", budget: int = TOKENS_PER_PACK
-) -> Callable[[Sequence[Trajectory]], list[Values]]:
+def exact_entropies(model_dir: Path, device: str = "cpu", budget: int = TOKENS_PER_PACK) -> Exact:
     """A function that gives the entropy of every sampled token under one model."""
     policy = load_policy(model_dir, device)
     policy.eval()

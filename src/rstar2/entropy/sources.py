@@ -8,11 +8,12 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rstar2.entropy.classes import Token, tokens_of
 from rstar2.errors import UserError
 from rstar2.record import evaluation_stage, read_evaluations, read_groups, read_recipe
+from rstar2.record.files import Head
+from rstar2.record.read import read_lines
 from rstar2.types import Trajectory
 
 COUNT = 64
@@ -21,14 +22,17 @@ COUNT = 64
 Pieces = Callable[[Sequence[int]], list[str]]
 Values = list[list[float]]
 """One value per sampled token, by turn."""
+Exact = Callable[[Sequence[Trajectory]], list[Values]]
+"""Computes the entropies of trajectories."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Trajectories under one name."""
+    """Trajectories under one name, each with what it was asked."""
 
     label: str
     trajectories: tuple[Trajectory, ...]
+    prompts: tuple[str, ...]
 
 
 def stages_of(run: Path) -> list[str]:
@@ -46,46 +50,44 @@ def evaluations(run: Path, count: int, seed: int = 0) -> list[Sample]:
     found = []
     for stage in stages_of(run):
         if (stage, "sampled") in done:
-            name = evaluation_stage(stage, "sampled")
-            chosen = _choose(
-                (g.group.trajectories[:1] for g in read_groups(run, name)), count, seed
-            )
-            if chosen:
-                found.append(Sample(stage, chosen))
+            lines = read_groups(run, evaluation_stage(stage, "sampled"))
+            asked = [(t, g.group.problem.prompt) for g in lines for t in g.group.trajectories[:1]]
+            if sample := _draw(stage, asked, count, seed):
+                found.append(sample)
     return found
 
 
 def course(run: Path, count: int, points: int, seed: int = 0) -> Iterator[tuple[str, int, Sample]]:
     """(stage, step, sample) over RL: about `points` steps of each stage, evenly."""
     for stage in stages_of(run)[1:]:
-        by_step: dict[int, list[Trajectory]] = {}
-        wanted: set[int] | None = None
-        steps = sorted({line.step for line in _heads(run, stage)})
-        if steps:
-            spread = [round(i * (len(steps) - 1) / max(1, points - 1)) for i in range(points)]
-            wanted = {steps[i] for i in spread if i < len(steps)}
+        file = run / "trajectories" / f"{stage}.jsonl"
+        steps = sorted({head.step for head in read_lines(file, Head)})
+        wanted = {
+            steps[round(i * (len(steps) - 1) / max(1, points - 1))]
+            for i in range(points if steps else 0)
+        }
+        by_step: dict[int, list[tuple[Trajectory, str]]] = {}
         for line in read_groups(run, stage):
-            if wanted and line.step in wanted:
-                by_step.setdefault(line.step, []).extend(line.group.trajectories)
-        for step, trajectories in sorted(by_step.items()):
-            chosen = _choose([tuple(trajectories)], count, seed)
-            yield stage, step, Sample(f"{stage} {step}", chosen)
+            if line.step in wanted:
+                asked = [(t, line.group.problem.prompt) for t in line.group.trajectories]
+                by_step.setdefault(line.step, []).extend(asked)
+        for step, found in sorted(by_step.items()):
+            if sample := _draw(f"{stage} {step}", found, count, seed):
+                yield stage, step, sample
 
 
-def _heads(run: Path, stage: str) -> Iterator[Any]:
-    from rstar2.record.files import Head
-    from rstar2.record.read import read_lines
-
-    return read_lines(run / "trajectories" / f"{stage}.jsonl", Head)
-
-
-def _choose(groups: Any, count: int, seed: int) -> tuple[Trajectory, ...]:
-    """As many trajectories as asked, drawn by the seed, in their order."""
-    found = [t for part in groups for t in part if t.sampled_tokens]
-    if count and len(found) > count:
-        places = sorted(random.Random(seed).sample(range(len(found)), count))
-        found = [found[i] for i in places]
-    return tuple(found)
+def _draw(
+    label: str, found: Sequence[tuple[Trajectory, str]], count: int, seed: int
+) -> Sample | None:
+    """As many trajectories as asked, drawn by the seed, in their order; None if there are none."""
+    usable = [pair for pair in found if pair[0].sampled_tokens]
+    if len(usable) > count:
+        places = sorted(random.Random(seed).sample(range(len(usable)), count))
+        usable = [usable[place] for place in places]
+    if not usable:
+        return None
+    trajectories, prompts = zip(*usable, strict=True)
+    return Sample(label, trajectories, prompts)
 
 
 # --------------------------------------------------------------------------- entropies
@@ -98,9 +100,7 @@ def recorded(trajectory: Trajectory) -> Values | None:
     return [list(turn.entropies or ()) for turn in trajectory.turns]
 
 
-def classed(
-    sample: Sample, pieces: Pieces, exact: Callable[[Sequence[Trajectory]], list[Values]] | None
-) -> list[list[Token]]:
+def classed(sample: Sample, pieces: Pieces, exact: Exact | None) -> list[list[Token]]:
     """The tokens of each trajectory, with recorded entropies unless `exact` computes them."""
     if exact is not None:
         values: list[Values] = exact(sample.trajectories)

@@ -56,6 +56,7 @@ class Run:
         self.evaluations = Records(path / "evaluations.jsonl")
         self.events = Records(path / "events.jsonl")
         self.catalogs: dict[str, Catalog] = {}
+        self._status = ""
         self._token_lines: dict[str, tuple[Tail, dict[int, tuple[int, int]]]] = {}
         self._held: OrderedDict[tuple[str, int, int], GroupLine] = OrderedDict()
         self._pieces: Pieces | None = None
@@ -86,6 +87,8 @@ class Run:
             for file in sorted((self.path / "trajectories").glob("*.jsonl")):
                 if file.stem not in self.catalogs:
                     self.catalogs[file.stem] = Catalog(self.path, file.stem)
+            before, self._status = self._status, self.status
+            changed |= before != self._status
         for catalog in list(self.catalogs.values()):
             with self.lock:
                 changed |= catalog.refresh()

@@ -1,4 +1,8 @@
-"""The rollouts of one step over time, from their recorded turns: who waited for what, and where."""
+"""The rollouts of one step over time, from their recorded turns: who waited for what, and where.
+
+A turn that lost its KV to another is `preempted` for as long as it waited to go on. Only the sum is
+on record, so it is drawn in one piece, before the turn's tokens.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,8 @@ from rstar2.record.index import GroupEntry
 from rstar2.rollout.timeline import Span
 from rstar2.viewer.run import NotRecordedError, Run
 
-QUEUED, GENERATING, TOOLS = "queued", "generating", "tools"
-STATES = (QUEUED, GENERATING, TOOLS)
+QUEUED, PREEMPTED, GENERATING, TOOLS = "queued", "preempted", "generating", "tools"
+STATES = (QUEUED, GENERATING, TOOLS, PREEMPTED)
 
 
 def entries(run: Run, stage: str, step: int) -> list[GroupEntry]:
@@ -39,8 +43,10 @@ def _of_group(entry: GroupEntry, origin: float) -> Iterator[Span]:
             asked = began + turn.started_s
             placed = asked + min(turn.queue_s, turn.generate_s)
             sampled = asked + turn.generate_s
+            back = placed + min(turn.preempted_s, sampled - placed)
             yield Span(turn.engine, name, QUEUED, asked, placed)
-            yield Span(turn.engine, name, GENERATING, placed, sampled)
+            yield Span(turn.engine, name, PREEMPTED, placed, back)
+            yield Span(turn.engine, name, GENERATING, back, sampled)
             yield Span(turn.engine, name, TOOLS, sampled, sampled + turn.tools_s)
 
 

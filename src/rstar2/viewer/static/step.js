@@ -24,7 +24,15 @@ export async function load({ run, stage, step }, query, context) {
       h("ol.groups", null, sorted(data.groups, order).map((group) => row(run, group, training))),
       pages(run, stage, step, data, order),
     ]);
-  return { title: `${stage} ${step}`, node, crumbs: crumbsOf(run, [training ? `${stage} ${step}` : stage, null]), up: at.run(run), previous, following };
+  return { title: `${stage} ${step}`, node, crumbs: crumbsOf(run, [training ? `${stage} ${step}` : stage, null]), up: at.run(run), previous, following,
+    async update() {  // a running run adds steps, and may do this one again
+      const again = await load({ run, stage, step }, query, context);
+      if (again.total === this.total && again.following === this.following) return;
+      Object.assign(this, { total: again.total, previous: again.previous, following: again.following });
+      node.replaceChildren(...again.node.childNodes);
+    },
+    total: data.total,
+  };
 }
 
 function sorted(groups, order) {
