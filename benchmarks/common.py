@@ -151,3 +151,25 @@ def _number(value: float | None) -> str:
 def say(text: str) -> None:
     """Progress, on stderr."""
     print(text, file=sys.stderr, flush=True)
+
+
+_STYLE = (
+    "text{font:10px sans-serif;fill:#555}.grid{stroke:#ddd}.axis{stroke:#999}path{fill:none;"
+    "stroke-width:1.6}.faint{opacity:.3}"
+    + "".join(
+        f".s{i}{{stroke:{c}}}.f{i}{{fill:{c}}}"
+        for i, c in enumerate(("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#475569"))
+    )
+)
+
+
+def write_chart(chart: str, names: Sequence[str], path: Path) -> None:
+    """A chart of rstar2.report.svg as a file of its own, with its style and a legend."""
+    legend = "".join(
+        f'<text x="{52 + 92 * (i % 4)}" y="{11 + 11 * (i // 4)}" class="f{i}">{name}</text>'
+        for i, name in enumerate(names)
+    )
+    head = f"<style>{_STYLE}</style>{legend}"
+    start = chart.index(">") + 1
+    opened = chart[:start].replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    path.write_text(opened + head + chart[start:])

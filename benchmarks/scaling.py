@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import Row, arguments, finish, say
+from common import Row, arguments, finish, say, write_chart
 from rstar2.agent.parser import TOOL_NAME
 from rstar2.agent.template import Template
 from rstar2.codeenv.protocol import RunRequest, VerifyRequest, VerifyResult
@@ -198,7 +198,7 @@ def rows_of(found: dict[tuple[int, int], Measured]) -> list[Row]:
     return rows
 
 
-def plot(found: dict[tuple[int, int], Measured]) -> str:
+def plot(found: dict[tuple[int, int], Measured], path: Path) -> None:
     """Cost per rollout over the number of rollouts, one line per number of engines."""
     counts = sorted({rollouts for _, rollouts in found})
     series = [
@@ -206,10 +206,17 @@ def plot(found: dict[tuple[int, int], Measured]) -> str:
             f"{engines} engines",
             tuple(float(n) for n in counts),
             tuple(found[engines, n].per_rollout_ms for n in counts),
+            colour=colour,
         )
-        for engines in sorted({engines for engines, _ in found})
+        for colour, engines in enumerate(sorted({engines for engines, _ in found}))
     ]
-    return str(line_chart(series, title="driver CPU per rollout, ms", x_name="rollouts a step"))
+    chart = line_chart(
+        series,
+        title="driver CPU per rollout, ms",
+        x_name="rollouts a step",
+        y_range=(0.0, 0.0),
+    )
+    write_chart(str(chart), [s.name for s in series], path)
 
 
 def main() -> int:
@@ -226,7 +233,7 @@ def main() -> int:
     rollouts = (256, 1024) if args.quick else ROLLOUTS
     found = {(e, n): in_own_process(e, n) for n in rollouts for e in engines}
     if args.plot:
-        args.plot.write_text(plot(found))
+        plot(found, args.plot)
     notes = {"turns_each": TURNS, "group": GROUP, "wall_s": sum(m.wall_s for m in found.values())}
     return finish("scaling", rows_of(found), args, notes)
 

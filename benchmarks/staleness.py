@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import Row, arguments, finish, say
+from common import Row, arguments, finish, say, write_chart
 from rstar2.config import load_recipe
 from rstar2.pipeline.controller import run
 from rstar2.pipeline.view import Quiet
@@ -34,7 +34,7 @@ def train(path: Path, *changes: str) -> list[dict[str, Any]]:
     return [m for m in read_metrics(path) if m["stage"] == "stage1"]
 
 
-def plot(curves: dict[int, list[dict[str, Any]]]) -> str:
+def plot(curves: dict[int, list[dict[str, Any]]], path: Path) -> None:
     """Reward over steps."""
     series = [
         Series(
@@ -46,7 +46,8 @@ def plot(curves: dict[int, list[dict[str, Any]]]) -> str:
         )
         for k, found in curves.items()
     ]
-    return str(line_chart(series, title="mean reward"))
+    chart = line_chart(series, title="mean reward", y_range=(0.0, 1.0))
+    write_chart(str(chart), [s.name for s in series], path)
 
 
 def main() -> int:
@@ -79,7 +80,7 @@ def main() -> int:
             say(f"staleness {staleness}, {count} steps")
             curves[staleness] = train(root / f"k{staleness}", *common, f"rl.staleness={staleness}")
     if args.plot:
-        args.plot.write_text(plot(curves))
+        plot(curves, args.plot)
     rows = []
     for what, unit in (("time/step", "s"), ("time/collect", "s"), ("time/learn", "s")):
         means = [statistics.fmean(m[what] for m in curves[k][1:]) for k in (1, 0)]

@@ -98,6 +98,13 @@ def test_drawn_lengths_have_the_mean_and_keep_the_limit(paper: Recipe) -> None:
         assert lengths == draw_lengths(2000, load, assume)
 
 
+def test_the_simulator_agrees_with_the_closed_form(paper: Recipe) -> None:
+    cluster = parse_cluster("512xMI300X")
+    closed, simulated = make_plan(paper, cluster), make_plan(paper, cluster, simulated=True)
+    for mine, theirs in zip(closed.stages, simulated.stages, strict=True):
+        assert theirs.generate_s == pytest.approx(mine.generate_s, rel=0.35)
+
+
 def test_what_does_not_fit_is_said_with_the_way_out() -> None:
     recipe = load_recipe("qwen3-1.7b-1gpu").recipe
     plan = make_plan(recipe, parse_cluster("1x4090"))

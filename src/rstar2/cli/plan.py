@@ -30,6 +30,10 @@ def plan(
     ] = None,
     cores: Annotated[int, typer.Option(help="CPU cores of a node [12 for each GPU]")] = 0,
     price: Annotated[float | None, typer.Option(help="dollars an hour for one GPU")] = None,
+    simulate: Annotated[
+        bool,
+        typer.Option("--simulate", help="generation by the simulator, with the real scheduler"),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
 ) -> None:
     """Say before paying for GPUs: does it fit, step time by part, total time and cost.
@@ -41,7 +45,7 @@ def plan(
     loaded = load_recipe(recipe, set_ or ()).recipe
     machines = parse_cluster(cluster, cores_per_node=cores, price=price)
     assumed = Assumptions.with_changes(_pairs(assume or []))
-    made = make_plan(loaded, machines, assumed)
+    made = make_plan(loaded, machines, assumed, simulated=simulate)
     if as_json:
         body = {
             "plan": made,

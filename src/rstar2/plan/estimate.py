@@ -6,7 +6,8 @@
     weights    one copy through the slowest link, and a fixed part
 
 Generation is played through on one engine with lengths drawn from the assumed distribution: as
-many rollouts as its KV cache holds, the next as one ends, so the tail at a step's end is in it.
+many rollouts as its KV cache holds, the next as one ends, so the tail at a step's end is in it. On
+request the rollout simulator does it instead, with the real scheduler (`simulated.py`).
 """
 
 from __future__ import annotations
@@ -117,14 +118,20 @@ class Plan:
         return self.total_s / 3600 * self.cluster.dollars_per_hour
 
 
-def make_plan(recipe: Recipe, cluster: Cluster, assume: Assumptions | None = None) -> Plan:
+def make_plan(
+    recipe: Recipe,
+    cluster: Cluster,
+    assume: Assumptions | None = None,
+    *,
+    simulated: bool = False,
+) -> Plan:
     """Plan a recipe on a cluster; what does not fit is said, and times are given all the same."""
     assume = assume or Assumptions()
     shape = find_shape(recipe.model.path)
     layout = lay_out(recipe, cluster, shape)
     learner = learner_fit(recipe, cluster, shape, layout)
     engine, kv_tokens = engine_fit(cluster, shape, layout, assume)
-    roofline = Roofline(recipe, cluster, shape, layout, assume, max(kv_tokens, 1))
+    roofline = Roofline(recipe, cluster, shape, layout, assume, max(kv_tokens, 1), simulated)
     stages = tuple(roofline.stage(load) for load in stage_loads(recipe, assume))
     evaluation = evaluation_load(recipe, assume)
     filters = sum(
@@ -262,6 +269,7 @@ class Roofline:
     layout: Layout
     assume: Assumptions
     kv_tokens: int
+    simulated: bool = False
 
     def stage(self, load: StageLoad) -> StagePlan:
         """One step of a stage."""
@@ -291,10 +299,12 @@ class Roofline:
         """Seconds for so many rollouts over all engines, how many one holds, its tokens/s."""
         share = -(-rollouts // self.layout.engines)
         played = min(share, 640)  # more are more of the same
-        sampled = [
-            round(n * (1 - self.assume.tool_share)) for n in draw_lengths(played, load, self.assume)
-        ]
+        lengths = draw_lengths(played, load, self.assume)
+        sampled = [round(n * (1 - self.assume.tool_share)) for n in lengths]
         held = self.held(load)
+        if self.simulated:
+            seconds = self._simulated_s(lengths, load.max_length) * share / played
+            return seconds, held, sum(sampled) * share / played / seconds
         seconds = self.decoding(sampled, held) * share / played
         read = self.assume.prompt_tokens / 8 + self.assume.tool_share * load.mean_completion
         flops = 2.0 * self.shape.parameters * read * share
@@ -302,6 +312,19 @@ class Roofline:
         speed = gpu.tflops * 1e12 * self.assume.prefill_mfu * self.layout.tensor_parallel
         seconds += flops / speed
         return seconds, held, sum(sampled) * share / played / seconds
+
+    def _simulated_s(self, lengths: list[int], limit: int) -> float:
+        from rstar2.plan.simulated import engine_model, makespan
+
+        model = engine_model(
+            self.recipe,
+            self.cluster,
+            self.shape,
+            self.layout.tensor_parallel,
+            self.assume,
+            self.kv_tokens,
+        )
+        return makespan(model, lengths, limit, self.recipe, self.assume)
 
     def decoding(self, lengths: list[int], held: int) -> float:
         """Play one engine through: all that it holds advance a token at a time."""
