@@ -38,6 +38,7 @@ def connect(address: str | None, *, cpus: float) -> None:
         "include_dashboard": False,
     }
     if address is None:
+        os.environ.setdefault("RAY_worker_niceness", "0")  # actors are the work, not background
         # Parts take turns on the cores of one machine: Ray must not refuse them a place.
         options["num_cpus"] = max(os.cpu_count() or 1, int(-(-cpus // 1)))
     else:

@@ -5,8 +5,8 @@ runs the same turn (same prompt, same seed) on another. An engine that died is s
 the background by `recover`, which must also give it the current weights and prove them: until
 then the scheduler does not know it, so it gets nothing (Invariant 7).
 
-While turns are asked for, every engine is also asked for its load now and then: one that died
-between two turns, or hangs, is lost then and not only when a turn's deadline has passed.
+From the first turn on every engine is asked for its load now and then, for the scheduler. One that
+died between two turns is lost then; one that does not answer is left to `watch.Watchdog`.
 
 Every wait ends: by a placement, by the caller's deadline (DeadlineError), by cancellation, or with
 EngineError when no engine is left and none is coming back.
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from time import monotonic
 
 from rstar2.engine.base import Engine
-from rstar2.errors import DeadlineError, EngineError, InfrastructureError, RstarError
+from rstar2.errors import DeadlineError, EngineError, InfrastructureError
 from rstar2.rollout.scheduler import Phase, Placement, Request, Scheduler
 from rstar2.types import EngineLoad, Finish, Generation, Sampling, WeightVersion
 
@@ -31,10 +31,9 @@ Recover = Callable[[Engine], Awaitable[WeightVersion]]
 """Starts a dead engine again, installs and proves the current weights, returns their version."""
 
 RELEASE_DEADLINE_S = 10.0
-WATCH_S = 2.0
+WATCH_S = 1.0
 """Time between two looks at an engine's load."""
-WATCH_DEADLINE_S = 60.0
-"""An engine that does not tell its load within this time hangs."""
+LOAD_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +61,18 @@ class EngineUse:
 
 
 class _Meter:
-    """Integrates busy time and reserved KV of one engine over time."""
+    """Integrates busy time and reserved KV of one engine over time.
+
+    Told after every change of its engine and of no other, so that an event costs the same however
+    many engines there are.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.deaths = 0
         self.load: EngineLoad | None = None
+        self.running = 0
+        self.kv_share = 0.0
         self.reset(monotonic())
 
     def reset(self, now: float) -> None:
@@ -81,12 +86,12 @@ class _Meter:
         self.preemptions += load.preemptions - (before if before <= load.preemptions else 0)
         self.load = load
 
-    def advance(self, now: float, *, running: int, kv_share: float) -> None:
-        """Account for the time since the last change, during which these values held."""
-        self.busy_s += (now - self.last) * (running > 0)
-        self.kv_s += (now - self.last) * kv_share
+    def note(self, now: float, *, running: int, kv_share: float) -> None:
+        """These values hold from now on; account for the time in which the last ones did."""
+        self.busy_s += (now - self.last) * (self.running > 0)
+        self.kv_s += (now - self.last) * self.kv_share
         self.kv_peak = max(self.kv_peak, kv_share)
-        self.last = now
+        self.running, self.kv_share, self.last = running, kv_share, now
 
     def read(self, now: float) -> EngineUse:
         wall = now - self.since
@@ -120,10 +125,12 @@ class Fleet:
         *,
         recover: Recover | None = None,
         recoveries: int = 3,
+        watch_s: float = WATCH_S,
     ) -> None:
         self.engines = {engine.name: engine for engine in engines}
         self.scheduler = scheduler
         self._recover = recover
+        self._watch_s = watch_s
         self._recoveries_left = dict.fromkeys(self.engines, recoveries)
         self._recovering: dict[str, asyncio.Task[None]] = {}
         self._placed: dict[str, asyncio.Future[Placement]] = {}
@@ -138,7 +145,6 @@ class Fleet:
     def join(self, name: str, version: WeightVersion) -> None:
         """The engine runs and serves proven weights of this version: it may get turns."""
         if name in self.scheduler.engines:
-            self._measure()
             self.scheduler.updated(name, version)
         else:
             self.scheduler.join(name, self.engines[name].capacity(), version)
@@ -161,14 +167,18 @@ class Fleet:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._recovering.clear()
 
-    async def close(self) -> None:
-        """Stop recoveries and close every engine; waiting turns fail with EngineError."""
+    async def stop(self) -> None:
+        """Do nothing more; the engines go on. Waiting turns fail with EngineError."""
         await self.settle()
         background = [*self._releases, *self._watches.values()]
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
         self._fail_waiting(EngineError("the fleet was closed"))
+
+    async def close(self) -> None:
+        """Stop, and close every engine."""
+        await self.stop()
         results = await asyncio.gather(
             *(e.close() for e in self.engines.values()), return_exceptions=True
         )
@@ -201,17 +211,17 @@ class Fleet:
                 except EngineError as error:
                     self._lost(placement.engine, error)
         except BaseException:
-            self._measure()
             self._ready.pop(session, None)
             self.scheduler.turn_failed(session)
+            self._note(self.scheduler.engine_of(session))
             self._dispatch()
             raise
         return self._ended(request, placement, generation, queue_s=started - asked)
 
     async def release(self, session: str) -> None:
         """The rollout is over: its reservation ends now, the engine may forget its prefix."""
-        self._measure()
         engine = self.scheduler.end(session)
+        self._note(engine)
         self._dispatch()
         if engine is not None:
             await self._forget(engine, session)
@@ -240,10 +250,11 @@ class Fleet:
 
     def _dispatch(self) -> None:
         """Hand out everything that may start now."""
-        self._measure()
-        decision = self.scheduler.decide()
+        decision = self.scheduler.decide(monotonic())
+        for engine in {change.engine for change in (*decision.evictions, *decision.placements)}:
+            self._note(engine)
         for eviction in decision.evictions:
-            if eviction.engine in self.scheduler.engines:
+            if self.scheduler.knows(eviction.engine):
                 task = asyncio.ensure_future(self._forget(eviction.engine, eviction.session))
                 self._releases.add(task)
                 task.add_done_callback(self._releases.discard)
@@ -268,14 +279,14 @@ class Fleet:
     def _ended(
         self, request: Request, placement: Placement, generation: Generation, *, queue_s: float
     ) -> Generation:
-        self._measure()
         self._ready.pop(request.session, None)
         tokens = request.prompt_tokens + len(generation.token_ids)
         if self.scheduler.phase(request.session) is Phase.RUNNING:
             truncated = generation.finish is Finish.LENGTH
-            self.scheduler.turn_ended(request.session, tokens, truncated=truncated)
+            self.scheduler.turn_ended(request.session, tokens, truncated=truncated, now=monotonic())
         else:  # the engine died right after it had answered: the answer stands
             self.scheduler.turn_failed(request.session)
+        self._note(placement.engine)
         meter = self._meters[placement.engine]
         meter.turns += 1
         meter.tokens += len(generation.token_ids)
@@ -288,9 +299,9 @@ class Fleet:
         if name not in self.scheduler.engines:
             return
         log.warning("engine %s is lost: %s", name, error)
-        self._measure()
         self._meters[name].deaths += 1
         self.scheduler.engine_lost(name)
+        self._note(name)
         if self._recover is not None and self._recoveries_left[name] > 0:
             self._recoveries_left[name] -= 1
             self._recovering[name] = asyncio.ensure_future(self._bring_back(name, self._recover))
@@ -321,15 +332,23 @@ class Fleet:
         while True:
             if name in self.scheduler.engines:
                 await self.look(name)
-            await asyncio.sleep(WATCH_S)
+            await asyncio.sleep(self._watch_s)
 
     async def look(self, name: str) -> None:
-        """Ask one engine for its load now."""
+        """Ask one engine for its load now, and tell the scheduler."""
         try:
-            async with asyncio.timeout(WATCH_DEADLINE_S):
-                self._meters[name].report(await self.engines[name].load())
-        except (RstarError, TimeoutError) as error:
-            self._lost(name, EngineError(f"its load could not be had: {error!r}"))
+            async with asyncio.timeout(LOAD_DEADLINE_S):
+                load = await self.engines[name].load()
+        except EngineError as error:
+            self._lost(name, error)
+            return
+        except (DeadlineError, TimeoutError):
+            log.info("engine %s did not tell its load within %g s", name, LOAD_DEADLINE_S)
+            return
+        self._meters[name].report(load)
+        self.scheduler.reported(name, load)
+        self._note(name)
+        self._dispatch()
 
     def _fail_waiting(self, error: Exception) -> None:
         for future in self._placed.values():
@@ -338,20 +357,20 @@ class Fleet:
 
     # ------------------------------------------------------------------ what it used
 
-    def _measure(self) -> None:
-        """Account for the state that held until now; call before it changes."""
-        now = monotonic()
-        for name, meter in self._meters.items():
-            if name in self.scheduler.engines:
-                budget = self.scheduler.budget(name)
-                share = budget.reserved / budget.total
-                meter.advance(now, running=self.scheduler.running(name), kv_share=share)
-            else:
-                meter.advance(now, running=0, kv_share=0.0)
+    def _note(self, name: str | None) -> None:
+        """Tell an engine's meter what holds from now on; call after a change of the engine."""
+        if name is None:
+            return
+        running, share = 0, 0.0
+        if self.scheduler.knows(name):
+            budget = self.scheduler.budget(name)
+            running, share = self.scheduler.running(name), budget.reserved / budget.total
+        self._meters[name].note(monotonic(), running=running, kv_share=share)
 
     def take_use(self) -> tuple[EngineUse, ...]:
         """What every engine did since the last call."""
-        self._measure()
+        for name in self._meters:
+            self._note(name)
         now = monotonic()
         uses = tuple(meter.read(now) for meter in self._meters.values())
         for meter in self._meters.values():

@@ -53,6 +53,8 @@ class Scheduler:
         self._groups: dict[str, int] = {}
         self._group_sizes: dict[str, int] = {}
         self._ordinal = 0
+        self._largest: int | None = None
+        """KV of the largest engine; None while there is none."""
 
     # ------------------------------------------------------------------ engines
 
@@ -61,6 +63,7 @@ class Scheduler:
         if engine in self.state.engines:
             raise InvariantError(f"engine {engine} joined twice")
         self.state.engines[engine] = EngineState(KvBudget(capacity), version)
+        self._largest = max(self._largest or 0, self.state.engines[engine].budget.total)
 
     def updated(self, engine: str, version: WeightVersion) -> None:
         """The engine now serves these weights."""
@@ -81,7 +84,10 @@ class Scheduler:
         """
         if engine not in self.state.engines:
             return ()
-        return tuple(self.state.lose(engine))
+        handed_back = tuple(self.state.lose(engine))
+        left = [e.budget.total for e in self.state.engines.values()]
+        self._largest = max(left, default=None)
+        return handed_back
 
     def reported(self, engine: str, load: EngineLoad) -> None:
         """An engine has told its load; one that is gone by now is not listened to."""
@@ -92,7 +98,7 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """A turn wants to run: the session's first, or the next after a tool's wait."""
-        largest = max((e.budget.total for e in self.state.engines.values()), default=None)
+        largest = self._largest
         if largest is not None and request.limit > largest:
             raise EngineError(
                 f"rollout {request.session} may need {request.limit} KV tokens, but the largest "
@@ -165,6 +171,10 @@ class Scheduler:
     @property
     def engines(self) -> tuple[str, ...]:
         return tuple(self.state.engines)
+
+    def knows(self, engine: str) -> bool:
+        """Whether the engine has joined and was not lost since."""
+        return engine in self.state.engines
 
     @property
     def waiting(self) -> int:
