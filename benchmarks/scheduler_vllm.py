@@ -44,7 +44,9 @@ from rstar2.engine.vllm_server import ServerSettings
 from rstar2.rollout.fleet import Fleet
 from rstar2.rollout.scheduler import Scheduler
 from rstar2.rollout.simulate.model import EngineModel, Fit, StepRow, fit
-from rstar2.types import Sampling, StopReason
+from rstar2.rollout.simulate.simulation import simulate
+from rstar2.rollout.simulate.workload import RolloutPlan, TurnPlan, Workload
+from rstar2.types import Sampling, StopReason, Trajectory
 
 OURS = "reserve"
 RIVALS = ("static_split", "round_robin", "least_requests", "sticky_hash", "aimd", "worst_case")
@@ -70,6 +72,15 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Predicted:
+    """What the simulator says of the same rollouts under the same policy."""
+
+    speed: float
+    preemptions: int
+    idle_share: float
+
+
+@dataclass(frozen=True)
 class Measured:
     """What one policy did with all rollouts once."""
 
@@ -82,6 +93,7 @@ class Measured:
     """Share of the time in which an engine had nothing to do, mean of both."""
     moved: int
     truncated: int
+    predicted: Predicted
 
     @property
     def speed(self) -> float:
@@ -99,6 +111,7 @@ async def measure(
     tools: CodeEnvClient,
     template: Template,
     setting: Setting,
+    model: EngineModel,
 ) -> Measured:
     """All rollouts at once under one policy, from a cold start."""
     script = engines[0].script
@@ -147,6 +160,38 @@ async def measure(
         idle_share=statistics.mean(u.idle_share for u in use),
         moved=sum(u.moved for u in use),
         truncated=sum(t.truncated for t in made),
+        predicted=predict(policy, made, setting, model),
+    )
+
+
+def predict(
+    policy: str, made: Sequence[Trajectory], setting: Setting, model: EngineModel
+) -> Predicted:
+    """Simulate the rollouts as they were, tool latencies included, under the same policy."""
+    plans = tuple(
+        RolloutPlan(
+            t.id,
+            t.group_id,
+            len(t.prompt_ids),
+            tuple(
+                TurnPlan(
+                    len(u.sampled_ids), u.tools_s * (u is not t.turns[-1]), len(u.response_ids)
+                )
+                for u in t.turns
+            ),
+            setting.max_length,
+            t.truncated,
+        )
+        for t in made
+    )
+    workload = Workload("measured", plans, model, 2)
+    simulation = simulate(workload, SchedulerConfig(policy=policy))  # type: ignore[arg-type]
+    wall = max(simulation.ends.values())
+    tallies = [engine.tally for engine in simulation.engines]
+    return Predicted(
+        speed=sum(t.sampled_tokens for t in made) / wall,
+        preemptions=sum(tally.preemptions for tally in tallies),
+        idle_share=1.0 - statistics.mean(tally.busy_s for tally in tallies) / wall,
     )
 
 
@@ -252,7 +297,9 @@ async def compare(
             for repetition in range(setting.repetitions):
                 for policy in policies:
                     run = f"{policy}-{repetition}"
-                    found = await measure(policy, run, engines, plans, tools, template, setting)
+                    found = await measure(
+                        policy, run, engines, plans, tools, template, setting, fitted.model
+                    )
                     say(
                         f"{run}: {found.speed:.0f} tokens/s, {found.wall_s:.1f} s, "
                         f"{found.preemptions} preemptions, idle {found.idle_share:.0%}"
@@ -292,16 +339,23 @@ def rows_of(made: Sequence[Measured], policies: Sequence[str]) -> list[Row]:
 
 
 def print_table(made: Sequence[Measured], policies: Sequence[str]) -> None:
-    """Everything measured, medians over the repetitions."""
-    table = Table("policy", "tokens/s", "wall s", "preemptions", "idle", "moved", box=None)
+    """Everything measured, medians over the repetitions, and what was predicted."""
+    table = Table("policy", box=None)
+    for name in ("tokens/s", "predicted", "error", "preemptions", "predicted", "idle", "predicted"):
+        table.add_column(name, justify="right")
     for policy in policies:
+        mine = [m for m in made if m.policy == policy]
+        speed = statistics.median(m.speed for m in mine)
+        predicted = statistics.median(m.predicted.speed for m in mine)
         table.add_row(
             policy,
-            f"{median_of(made, policy, 'speed'):.0f}",
-            f"{median_of(made, policy, 'wall_s'):.1f}",
-            f"{median_of(made, policy, 'preemptions'):.0f}",
-            f"{median_of(made, policy, 'idle_share'):.1%}",
-            f"{median_of(made, policy, 'moved'):.0f}",
+            f"{speed:.0f} ({min(m.speed for m in mine):.0f}-{max(m.speed for m in mine):.0f})",
+            f"{predicted:.0f}",
+            f"{predicted / speed - 1:+.0%}",
+            f"{statistics.median(m.preemptions for m in mine):.0f}",
+            f"{statistics.median(m.predicted.preemptions for m in mine):.0f}",
+            f"{statistics.median(m.idle_share for m in mine):.1%}",
+            f"{statistics.median(m.predicted.idle_share for m in mine):.1%}",
         )
     Console(stderr=True).print(table)
 

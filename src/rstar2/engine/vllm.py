@@ -146,11 +146,11 @@ class VllmEngine:
         client, self._client = self._client, None
         self._open.set()  # who waits there finds the engine gone
         try:
+            if self._server is not None:
+                await self._server.stop()  # first: whoever waits for an answer hears that it ended
+        finally:
             if client is not None:
                 await client.close()
-        finally:
-            if self._server is not None:
-                await self._server.stop()
 
     @property
     def client(self) -> VllmClient:

@@ -27,8 +27,7 @@ from rstar2.errors import EngineError
 
 STOP_S = 30.0
 """How long the keeper may take to end its group."""
-TAIL_BYTES = 4000
-TAIL_LINES = 15
+TAIL_BYTES, TAIL_LINES, LINE_CHARS = 16_000, 15, 240
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +77,7 @@ def arguments_of(settings: ServerSettings, socket: Path) -> list[str]:
 def environment_of(settings: ServerSettings, directory: Path) -> dict[str, str]:
     """The environment of the API server and its children."""
     threads = str(settings.threads)
+    on_cpu = settings.kv_tokens is not None
     return {
         **os.environ,
         "VLLM_SERVER_DEV_MODE": "1",
@@ -89,6 +89,8 @@ def environment_of(settings: ServerSettings, directory: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "HF_HUB_OFFLINE": "1" if Path(settings.model).is_dir() else "0",
+        # Else the first request waits for a C++ compiler that makes one small helper faster.
+        "TORCH_COMPILE_DISABLE": "1" if on_cpu else "0",
         ENGINE: "1",
         PACKED: "1" if settings.packed_linears else "0",
         **settings.environment,
@@ -151,7 +153,7 @@ class VllmServer:
         with (self._directory / "log").open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
             lines = log.read().decode("utf-8", "replace").splitlines()
-        return "\n".join(lines[-TAIL_LINES:])
+        return "\n".join(line[:LINE_CHARS] for line in lines[-TAIL_LINES:])
 
     async def stop(self) -> None:
         """End every process of the group and remove the directory; idempotent."""

@@ -1,0 +1,188 @@
+"""What of the vLLM engine can be tested without vLLM; `tests/vllm` has the real thing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rstar2.config import load_recipe
+from rstar2.config.preflight import check_supported
+from rstar2.engine.make import make_engines
+from rstar2.engine.vllm import VllmEngine, _joined, _rest, _sampled_under
+from rstar2.engine.vllm_client import Gauges, VllmClient, read_gauges
+from rstar2.engine.vllm_keeper import members
+from rstar2.engine.vllm_server import ServerSettings, arguments_of, environment_of
+from rstar2.errors import EngineError, RecipeError, UserError
+from rstar2.types import Finish, Generation, Sampling
+
+METRICS = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="/m"} 3.0
+vllm:num_requests_waiting{engine="0",model_name="/m"} 2.0
+vllm:kv_cache_usage_perc{engine="0",model_name="/m"} 0.25
+vllm:num_preemptions_total{engine="0",model_name="/m"} 7.0
+vllm:cache_config_info{block_size="32",engine="0",num_gpu_blocks="65",sliding="None"} 1.0
+"""
+
+
+def test_metrics_say_what_can_be_used() -> None:
+    """Block 0 is vLLM's own: 65 blocks hold 64 blocks of tokens."""
+    assert read_gauges(METRICS) == Gauges(
+        blocks=64, block_tokens=32, used_share=0.25, running=3, waiting=2, preemptions=7
+    )
+
+
+def test_missing_metrics_are_named() -> None:
+    with pytest.raises(KeyError, match="num_preemptions_total"):
+        read_gauges(METRICS.replace("num_preemptions", "other"))
+
+
+def settings(**changes: object) -> ServerSettings:
+    values = {"model": "/m", "kv_tokens": 2048, "max_sequences": 8, "max_length": 512}
+    return ServerSettings(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_a_server_is_given_one_block_more_than_it_shall_hold() -> None:
+    words = arguments_of(settings(), Path("/s"))
+    assert words[words.index("--num-gpu-blocks-override") + 1] == "65"
+    assert "--num-gpu-blocks-override" not in arguments_of(settings(kv_tokens=None), Path("/s"))
+
+
+def test_own_arguments_have_the_last_word() -> None:
+    assert arguments_of(settings(arguments=("--seed", "3")), Path("/s"))[-2:] == ["--seed", "3"]
+
+
+def test_linears_are_packed_only_on_request(tmp_path: Path) -> None:
+    assert environment_of(settings(), tmp_path)["RSTAR2_ENGINE_PACKED"] == "0"
+    assert environment_of(settings(packed_linears=True), tmp_path)["RSTAR2_ENGINE_PACKED"] == "1"
+
+
+# --------------------------------------------------------------------------- interrupted requests
+
+
+def generation(ids: range, *versions: tuple[int, int], finish: Finish = Finish.STOP) -> Generation:
+    return Generation(tuple(ids), tuple(-float(i) for i in ids), versions, finish)
+
+
+def test_tokens_of_other_weights_than_asked_for_are_dropped() -> None:
+    mixed = generation(range(10), (4, 6), (5, 4))
+    kept = _sampled_under(4, mixed)
+    assert kept.token_ids == tuple(range(6))
+    assert len(kept.logprobs) == 6
+    assert kept.versions == ((4, 6),)
+    assert kept.finish is Finish.CANCELLED
+    assert _sampled_under(5, mixed).token_ids == ()
+    whole = generation(range(10), (4, 10))
+    assert _sampled_under(4, whole) is whole
+
+
+def test_parts_of_an_interrupted_request_make_one() -> None:
+    first = generation(range(3), (4, 3), finish=Finish.CANCELLED)
+    both = _joined(first, generation(range(3, 8), (5, 5)))
+    assert both.token_ids == tuple(range(8))
+    assert both.versions == ((4, 3), (5, 5))
+    assert both.finish is Finish.STOP
+    rest = _rest(Sampling(10, seed=7), 3)
+    assert (rest.max_new_tokens, rest.seed) == (7, 10)
+
+
+# --------------------------------------------------------------------------- recipes
+
+
+def test_recipe_without_vllm_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[check_supported.__module__], "find_spec", lambda name: None)
+    with pytest.raises(RecipeError, match="vLLM is not installed"):
+        check_supported(load_recipe("tiny-vllm").recipe)
+    given = load_recipe("tiny-vllm", ["engine.urls=[http://a:1, http://b:2]"]).recipe
+    check_supported(given)
+
+
+def test_engines_are_made_as_the_recipe_says() -> None:
+    own = make_engines(load_recipe("tiny-vllm").recipe, "/m")
+    assert [e.name for e in own] == ["vllm-0", "vllm-1"]
+    assert all(isinstance(e, VllmEngine) and e.weight_transfer == "files" for e in own)
+    given = load_recipe("tiny-vllm", ["engine.urls=[http://a:1, http://b:2]"]).recipe
+    assert len(make_engines(given, "/m")) == 2
+
+
+def test_an_engine_has_a_server_or_a_url() -> None:
+    with pytest.raises(UserError, match="either"):
+        VllmEngine("x")
+
+
+async def test_a_server_that_is_not_there_is_an_engine_error() -> None:
+    client = VllmClient("gone", url="http://127.0.0.1:9")
+    with pytest.raises(EngineError, match="gone: /health"):
+        await client.health(5.0)
+    await client.close()
+
+
+async def test_an_answer_that_makes_no_sense_is_an_engine_error() -> None:
+    """A real socket that speaks HTTP and nothing we know."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n[]")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    client = VllmClient("odd", url=f"http://127.0.0.1:{port}")
+    with pytest.raises(EngineError, match="makes no sense"):
+        await client.weight_version(5.0)
+    with pytest.raises(EngineError, match="/metrics lacks"):
+        await client.gauges(5.0)
+    await client.close()
+    server.close()
+    await server.wait_closed()
+
+
+# --------------------------------------------------------------------------- the keeper
+
+SERVER = "import subprocess, sys, time; subprocess.Popen(['sleep', '600']); time.sleep({seconds})"
+KEEPER = (
+    "import os, sys; from rstar2.engine.vllm_keeper import keep; os.setsid(); "
+    "sys.exit(keep([sys.executable, '-c', {server!r}], os.getppid()))"
+)
+PARENT = (
+    "import subprocess, sys, time; "
+    "print(subprocess.Popen([sys.executable, '-c', {keeper!r}]).pid, flush=True); time.sleep(600)"
+)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < ends, "it did not come to that"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("death", ["parent", "server", "asked"])
+def test_the_keeper_leaves_nothing_behind(death: str) -> None:
+    """Of the server and a grandchild that ignores everybody, whoever ends first."""
+    keeper = KEEPER.format(server=SERVER.format(seconds=600))
+    command = [sys.executable, "-c", PARENT.format(keeper=keeper)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        group = int(parent.stdout.readline())
+        wait_for(lambda: len(members(group)) == 3)
+        if death == "parent":
+            parent.kill()
+        elif death == "asked":
+            os.kill(group, signal.SIGTERM)
+        else:
+            for pid in members(group):
+                if b"Popen" in Path(f"/proc/{pid}/cmdline").read_bytes() and pid != group:
+                    os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not members(group))
+        parent.kill()
