@@ -106,6 +106,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A head node and one more, with room for everything on either."""
+    os.environ.setdefault("RAY_worker_niceness", "0")  # read by the nodes that start here
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     made.add_node(num_cpus=4)
     made.wait_for_nodes()
