@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ import pytest
 from rstar2.codeenv.protocol import VerifyRequest, VerifyResult
 from rstar2.errors import DataError, UserError
 from rstar2.problems import clean
+from rstar2.problems.overlap import words
 from rstar2.problems.prepare import Card, Source, prepare, read_problems
-from rstar2.problems.rows import BadRow, Row, read_rows
+from rstar2.problems.rows import Row
 from rstar2.problems.sources import READERS, Malformed, mapped, recognise, to_problem
 from rstar2.types import Problem
 
@@ -117,36 +117,6 @@ def test_unknown_fields_list_the_choices() -> None:
         recognise({"text": "hello"})
 
 
-# --------------------------------------------------------------------------- rows
-
-
-def test_bad_lines_carry_their_number_and_text(tmp_path: Path) -> None:
-    source = write(tmp_path / "a.jsonl", {"a": 1}, "{broken\n", "[1, 2]\n", "\n", {"a": 2})
-    rows = list(read_rows(source))
-    assert [type(row) for row in rows] == [Row, BadRow, BadRow, Row]
-    assert isinstance(rows[1], BadRow)
-    assert rows[1].where.endswith("a.jsonl:2")
-    assert rows[1].text == "{broken"
-    assert "list" in rows[2].reason  # type: ignore[union-attr]
-    assert rows[3].number == 5
-
-
-def test_gzip_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"a": 1}\n{"a": 2}\n'))
-    assert [row.fields for row in read_rows(str(path)) if isinstance(row, Row)] == [
-        {"a": 1},
-        {"a": 2},
-    ]
-
-
-def test_missing_and_foreign_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not exist"):
-        list(read_rows(str(tmp_path / "none.jsonl")))
-    with pytest.raises(DataError, match=r"not a \.jsonl"):
-        list(read_rows(write(tmp_path / "a.txt", "x")))
-
-
 def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no row"):
         list(read_problems(Source(write(tmp_path / "a.jsonl"), "a")))
@@ -222,11 +192,28 @@ EVAL = (
         "Consider this. " + EVAL + " Answer as an integer.",
         r"find the number of ordered pairs (a, b) with a/b \leq 5 such that 1000a+b is a square",
         EVAL.replace(r"\frac", r"\dfrac").replace(r"\le", r"\,\leq\;"),
+        EVAL.upper(),
     ],
 )
 def test_planted_overlaps_are_found(planted: str) -> None:
     step = clean.Decontaminated.against([problem(EVAL)])
     assert "shares 8 words" in (step.drop(problem(planted)) or "kept")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (r"\frac{1}{2}", "1/2"),
+        (r"\frac12 + \tfrac{a}{b}", "1/2 + a/b"),
+        (r"\dfrac{\sqrt{2}}{\frac{1}{3}}", "(sqrt 2)/(1/3)"),
+        (r"$1{,}000 \times x$", "1000*X"),
+        (r"\left( x \right) \; \text{and } y", "(x) and Y"),
+        (r"x \leftarrow \textbf{y}", "x leftarrow textbf y"),
+        ("ﬁnd ２ Äpfel", "find 2 äpfel"),
+    ],
+)
+def test_mark_up_does_not_change_the_words(one: str, other: str) -> None:
+    assert words(one) == words(other)
 
 
 def test_a_control_text_is_not_contaminated() -> None:

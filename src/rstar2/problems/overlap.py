@@ -31,23 +31,33 @@ _COMMANDS = {
     "ge": ">=",
     "geq": ">=",
 }
-_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_GROUP = r"\{((?:[^{}]|\{[^{}]*\})*)\}"
+_FRACTION = re.compile(rf"\\[dt]?frac\s*(?:{_GROUP}|(\d))\s*(?:{_GROUP}|(\d))")
 _SPACING = re.compile(
-    r"\\(?:left|right|big|Big|displaystyle|quad|qquad|text|mathrm|mathbf|,|;|!|:| )"
+    r"\\(?:(?:left|right|big|displaystyle|quad|qquad|text|mathrm|mathbf)(?![a-z])|[,;!: ])"
 )
-_COMMAND = re.compile(r"\\([A-Za-z]+)")
+_COMMAND = re.compile(r"\\([a-z]+)")
 _THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))")
 _WORDS = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+|[-+*/^=<>%]")
+_NESTED = 4
+"""Fractions within fractions that are still taken apart."""
 
 
 def words(text: str) -> list[str]:
     """The words, numbers and operators of a text, free of case, spacing and LaTeX mark-up."""
-    text = unicodedata.normalize("NFKC", text)
-    text = _SPACING.sub(" ", text)
-    text = _FRACTION.sub(r" \1 / \2 ", text)
-    text = _COMMAND.sub(lambda match: f" {_COMMANDS.get(match[1], match[1])} ", text)
-    text = _THOUSANDS.sub("", text)
-    return _WORDS.findall(text.casefold())
+    text = unicodedata.normalize("NFKC", text).casefold()
+    if "\\" in text:
+        text = _SPACING.sub(" ", text)
+        for _ in range(_NESTED):
+            text, found = _FRACTION.subn(_divided, text)
+            if not found:
+                break
+        text = _COMMAND.sub(lambda match: f" {_COMMANDS.get(match[1], match[1])} ", text)
+    return _WORDS.findall(_THOUSANDS.sub("", text))
+
+
+def _divided(match: re.Match[str]) -> str:
+    return f" {match[1] or match[2] or ''} / {match[3] or match[4] or ''} "
 
 
 def _hash(data: bytes) -> int:

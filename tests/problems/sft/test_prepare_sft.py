@@ -1,4 +1,4 @@
-"""From publishers' files to a mixture: every row is a conversation, dropped with why, or not drawn."""
+"""Publishers' files to a mixture: every row is a conversation, dropped with why, or not drawn."""
 
 from __future__ import annotations
 
@@ -94,11 +94,10 @@ def test_nothing_is_lost_and_everything_is_counted(tmp_path: Path) -> None:
 
 
 def test_weights_shares_and_lengths(tmp_path: Path) -> None:
-    files = {
-        name: write(tmp_path / f"{name}.jsonl", *(chat(f"{name} {i}?", "x" * i) for i in range(1, n)))
-        for name, n in (("a", 101), ("b", 41))
-    }  # fmt: skip
-    sources = [SftSource(path, name) for name, path in files.items()]
+    sources = []
+    for name, count in (("a", 100), ("b", 40)):
+        rows = [chat(f"{name} {i}?", "x" * i) for i in range(1, count + 1)]
+        sources.append(SftSource(write(tmp_path / f"{name}.jsonl", *rows), name))
     mixture = Mixture({"a": 2, "b": 1}, seed=3)
     card = prepare_sft(sources, [], tmp_path / "out", mixture=mixture)
     rows = lines(tmp_path / "out" / "conversations.jsonl")
@@ -165,8 +164,10 @@ def test_the_command_converts_all_publishers_in_tokens(published: Path, tmp_path
     evaluation = write(tmp_path / "eval.jsonl", {"problem": "Find x if x = 2.", "answer": "2"})
     result = CliRunner().invoke(
         app,
-        ["sft", *sources, "--out", str(tmp_path / "out"), "--against", evaluation]
-        + ["--tokenizer", str(tmp_path / "tokenizer"), "--json"],
+        [
+            *("sft", *sources, "--out", str(tmp_path / "out"), "--against", evaluation),
+            *("--tokenizer", str(tmp_path / "tokenizer"), "--json"),
+        ],
         catch_exceptions=False,
     )
     card = json.loads(result.stdout)
