@@ -31,6 +31,10 @@ FAST_DIRECTORY = Path("/dev/shm")
 SLACK_S = 5.0
 """The engine keeps a generation's deadline itself; the client stops waiting this much later."""
 
+KEEP_CLIENT_S, KEEP_SERVER_S = 60.0, 600
+"""How long idle connections are kept: the client gives them up long before the server does, so a
+connection that is used again is never one that the other side has just closed."""
+
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -163,7 +167,11 @@ class EngineClient:
         self._http = httpx.AsyncClient(
             base_url=url,
             headers={"authorization": f"Bearer {token}"},
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            limits=httpx.Limits(
+                max_connections=None,
+                max_keepalive_connections=None,
+                keepalive_expiry=KEEP_CLIENT_S,
+            ),
             timeout=None,
             trust_env=False,
         )

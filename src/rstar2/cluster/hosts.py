@@ -34,7 +34,7 @@ class EngineHost:
         """Start the engine and serve it; returns its URL and the processes that are it."""
         import uvicorn
 
-        from rstar2.cluster.engine_http import EngineApp
+        from rstar2.cluster.engine_http import KEEP_SERVER_S, EngineApp
 
         self._engine = make_engine(self.name, self.recipe, self.model)
         await self._engine.start()
@@ -45,6 +45,7 @@ class EngineHost:
             log_level="error",
             lifespan="off",
             access_log=False,
+            timeout_keep_alive=KEEP_SERVER_S,
         )
         self._server = uvicorn.Server(config)
         self._serving = asyncio.ensure_future(self._server.serve())
