@@ -199,6 +199,8 @@ class Generation:
     queue_s: float = 0.0
     wall_s: float = 0.0
     engine: str = ""
+    preempted_s: float = 0.0
+    """Waiting after its KV was given to another request; 0 where an engine does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +272,8 @@ class Turn:
     generate_s: float = 0.0
     tools_s: float = 0.0
     cached_tokens: int = 0
+    preempted_s: float = 0.0
+    """Part of `generate_s`."""
 
 
 @dataclass(frozen=True, slots=True)

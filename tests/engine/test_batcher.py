@@ -149,6 +149,7 @@ def test_preemption_keeps_what_was_sampled(llama: Any) -> None:
         batcher.submit(request(i, prompt, f"s{i}", new=100))
     ended = drain(batcher)
     assert batcher.load().preemptions > 0
+    assert any(end.request.preempted_s > 0 for end in ended.values()), "how long is known"
     for i, prompt in enumerate(prompts):
         done = ended[i].request
         assert len(done.tokens) == 100

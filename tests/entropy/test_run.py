@@ -47,6 +47,7 @@ def test_the_command_writes_tables_and_a_page(
     assert end.value.code == 0
     out = capsys.readouterr().out
     assert "| sft | code |" in out
+    assert "| hard 2 | " in out
     document = json.loads((tmp_path / "entropy.json").read_text())
     assert [s["label"] for s in document["samples"]] == ["sft", "short", "hard"]
     assert len(document["course"]) == 4

@@ -112,8 +112,18 @@ async def test_spans_of_the_timeline_add_up(run: Run) -> None:
     assert [(drawn["states"][s[2]], s[3], s[4]) for s in first] == [
         ("queued", 0.0, 100.0),
         ("generating", 100.0, 500.0),
-        ("tools", 500.0, 700.0),
+        ("tool", 500.0, 700.0),
     ]
+
+
+async def test_the_timeline_can_be_had_as_files(run: Run) -> None:
+    trace = await ask(run, "/api/trace/plain?stage=stage1&step=1")
+    assert 'filename="plain-stage1-1.trace.json"' in trace.headers["content-disposition"]
+    events = [e for e in trace.json()["traceEvents"] if e["ph"] == "X"]
+    assert {e["name"] for e in events} == {"queued", "generating", "tool"}
+    picture = await ask(run, "/api/picture/plain?stage=stage1&step=1")
+    assert picture.headers["content-type"] == "image/svg+xml"
+    assert "engine-0" in picture.text
 
 
 async def test_runs_of_equal_names_are_told_apart(tmp_path: Path) -> None:

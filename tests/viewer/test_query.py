@@ -30,8 +30,9 @@ def everything(run: Run) -> dict[str, Trajectory]:
     }
 
 
-def codes(trajectory: Trajectory) -> str:
-    return "\n".join(call.code for turn in trajectory.turns for call in turn.calls)
+def said(trajectory: Trajectory) -> str:
+    codes = [call.code for turn in trajectory.turns for call in turn.calls]
+    return "\n".join([trajectory.text, *codes]).casefold()
 
 
 def found(run: Run, **asked: str) -> list[str]:
@@ -57,9 +58,10 @@ def found(run: Run, **asked: str) -> list[str]:
         ({"stop": "max_length"}, lambda t: t.truncated),
         ({"step": "2", "stage": "hard"}, lambda t: t.id.startswith("hard/2/")),
         ({"least": "50", "most": "70"}, lambda t: 50 <= len(t.completion_ids) <= 70),
-        ({"text": "PRINT(1)"}, lambda t: "print(1)" in codes(t)),
+        ({"text": "PRINT(1)"}, lambda t: "print(1)" in said(t)),
         ({"text": "coin 45"}, lambda t: t.problem_id == "coin-45"),
-        ({"text": 'print "'}, lambda t: False),
+        ({"text": '"code": "'}, lambda t: '"code": "' in said(t)),
+        ({"text": "nowhere at all"}, lambda t: False),
     ],
 )  # fmt: skip
 def test_a_filter_finds_exactly_what_a_loop_finds(

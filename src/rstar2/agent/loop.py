@@ -201,6 +201,7 @@ class _Rollout:
                 engine=generation.engine,
                 started_s=started - self.clock,
                 queue_s=generation.queue_s,
+                preempted_s=generation.preempted_s,
                 generate_s=generated - started,
                 tools_s=time.perf_counter() - generated,
                 cached_tokens=generation.cached_tokens,

@@ -18,9 +18,9 @@ from rstar2.errors import UserError
 if TYPE_CHECKING:
     from rstar2.agent.pieces import Pieces
     from rstar2.entropy.classes import Token
-    from rstar2.entropy.page import Heat, Point
+    from rstar2.entropy.page import Heat
     from rstar2.entropy.sources import Exact, Sample
-    from rstar2.entropy.table import Analysis
+    from rstar2.entropy.table import Analysis, Point
     from rstar2.types import Trajectory
 
 HEATS = 4
@@ -72,7 +72,7 @@ def entropy(
     )
     (folder / "entropy.json").write_bytes(document)
     write_page(folder / "entropy.html", analyses, course, heats)
-    typer.echo(document.decode() if json else tables(analyses))
+    typer.echo(document.decode() if json else tables(analyses, course))
     typer.echo(f"written to {folder}: entropy.html, entropy.json", err=True)
 
 
@@ -118,9 +118,8 @@ class _Job:
 
     def course(self, points: int) -> list[Point]:
         """Rollouts of training, where their entropies are on record."""
-        from rstar2.entropy.page import Point
         from rstar2.entropy.sources import classed, course, recorded
-        from rstar2.entropy.table import analyse
+        from rstar2.entropy.table import Point, analyse
 
         return [
             Point(stage, step, analyse(sample.label, classed(sample, self._pieces(), None)))

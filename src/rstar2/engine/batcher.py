@@ -288,7 +288,9 @@ class Batcher:
             for slot in owners[self._slots.computed[owners] >= slab.length].tolist():
                 while slot in self._running and not self._evict(1):
                     self.preemptions += 1
-                    self._requeue(next(reversed(self._running)))
+                    youngest = next(reversed(self._running))
+                    self._running[youngest].preempted_at = time.monotonic()
+                    self._requeue(youngest)
                 if slot in self._running:
                     self._grow(slot)
 
@@ -344,6 +346,9 @@ class Batcher:
         if request.started is None:
             request.started = time.monotonic()
             request.cached = cached
+        if request.preempted_at is not None:
+            request.preempted_s += time.monotonic() - request.preempted_at
+            request.preempted_at = None
 
     def _leave(self, slot: int, *, park: bool) -> Request:
         """Free a slot; its KV is parked for its session, or dropped."""

@@ -224,6 +224,7 @@ class EmbeddedEngine:
             entropies=wire.unpack_floats(result.entropies),
             cached_tokens=result.cached_tokens,
             queue_s=result.queue_s,
+            preempted_s=result.preempted_s,
             wall_s=time.monotonic() - started,
             engine=self.name,
         )

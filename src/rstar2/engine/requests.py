@@ -23,6 +23,9 @@ class Request:
     keep: bool = True
     """Park the KV when it ends; cleared by a release that overtook the request."""
     started: float | None = None
+    preempted_at: float | None = None
+    preempted_s: float = 0.0
+    """How long it waited after losing its KV to another request."""
     cached: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

@@ -89,6 +89,7 @@ class Result(Message, frozen=True):
     finish: Finish
     cached_tokens: int
     queue_s: float
+    preempted_s: float = 0.0
 
 
 class Results(Message, frozen=True):

@@ -202,6 +202,7 @@ class Worker:
                     finish=end.finish,
                     cached_tokens=request.cached,
                     queue_s=(request.started or request.arrived) - request.arrived,
+                    preempted_s=request.preempted_s,
                 )
             )
         if results:

@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from rstar2.entropy import show
 from rstar2.entropy.classes import CLASSES, Token
-from rstar2.entropy.table import Analysis
+from rstar2.entropy.table import Analysis, Point
 from rstar2.report import svg
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -44,15 +44,6 @@ class Heat:
     turns: tuple[tuple[Piece, ...], ...]
     tools: tuple[str, ...]
     """What came back after each turn; empty for none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One step of training."""
-
-    stage: str
-    step: int
-    analysis: Analysis
 
 
 def write_page(

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from rstar2.entropy.classes import CLASSES
-from rstar2.entropy.table import Analysis, ClassRow
+from rstar2.entropy.table import Analysis, ClassRow, Point
 
 NAMES = {"after_ok": "after ok", "after_error": "after error"}
 SHOWN_GRAMS = 6
 
 
-def tables(analyses: Sequence[Analysis]) -> str:
-    """Everything but the n-grams, then the n-grams."""
-    parts = ["\n".join(overall(analyses)), "\n".join(classes(analyses))]
-    return "\n\n".join([*parts, "\n".join(grams(analyses))]) + "\n"
+def tables(analyses: Sequence[Analysis], course: Sequence[Point] = ()) -> str:
+    """All tables, one below the other."""
+    parts = [overall(analyses), classes(analyses)]
+    if course:
+        parts.append(over_training(course))
+    return "\n\n".join("\n".join(part) for part in (*parts, grams(analyses))) + "\n"
 
 
 def overall(analyses: Iterable[Analysis]) -> Iterator[str]:
@@ -42,6 +44,18 @@ def classes(analyses: Iterable[Analysis]) -> Iterator[str]:
                     f"| {a.label} | {name(row.name)} | {share(row.share)} | {interval(row)} | "
                     f"{share(row.entropy_share)} | {share(row.top_share)} | {share(row.top_rate)} |"
                 )
+
+
+def over_training(points: Iterable[Point]) -> Iterator[str]:
+    """One row per step looked at: entropy of each class, and its share of the top 20%."""
+    names = " | ".join(name(kind) for kind in CLASSES)
+    yield f"| step | entropy | {names} | top 20%: {names.replace(' | ', ', ')} |"
+    yield "|---|---|" + "---|" * (len(CLASSES) + 1)
+    for point in points:
+        a = point.analysis
+        values = " | ".join("–" if r.entropy is None else f"{r.entropy:.3f}" for r in a.rows)
+        tops = ", ".join(f"{100 * r.top_share:.0f}%" for r in a.rows)
+        yield f"| {point.stage} {point.step} | {a.entropy:.4f} | {values} | {tops} |"
 
 
 def grams(analyses: Iterable[Analysis], length: int = 2) -> Iterator[str]:

@@ -78,6 +78,15 @@ class Analysis:
         return next(row for row in self.rows if row.name == name)
 
 
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One step of training."""
+
+    stage: str
+    step: int
+    analysis: Analysis
+
+
 def analyse(label: str, trajectories: Iterable[Sequence[Token]]) -> Analysis:
     """The table of a set of trajectories."""
     counts, sums, tops, grams, cuts, marked = [], [], [], _Grams(), [], Counter[str]()

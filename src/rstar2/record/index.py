@@ -28,6 +28,7 @@ class TurnEntry(msgspec.Struct, array_like=True, frozen=True):
     generate_s: float
     """From asking to the last token, the queue included."""
     tools_s: float
+    preempted_s: float = 0.0
 
 
 class RolloutEntry(msgspec.Struct, array_like=True, frozen=True):
@@ -134,6 +135,7 @@ class _Turn(msgspec.Struct):
     queue_s: float = 0.0
     generate_s: float = 0.0
     tools_s: float = 0.0
+    preempted_s: float = 0.0
 
 
 class _Reward(msgspec.Struct):
@@ -233,4 +235,5 @@ def _turn(turn: Any) -> TurnEntry:
         round(turn.queue_s, 4),
         round(turn.generate_s, 4),
         round(turn.tools_s, 4),
+        round(turn.preempted_s, 4),
     )

@@ -131,20 +131,15 @@ class App:
             return _error(500, f"the run directory cannot be read: {error}")
 
     def _of_run(self, what: str, name: str, asked: Query) -> Answer:
-        if what not in ROUTES:
+        if what not in ROUTES and what not in FILES:
             return _error(404, f"there is no /api/{what}")
         run = self.runs.get(name)
         if run is None:
             return _error(404, f"no run {name!r} was opened; there are: {', '.join(self.runs)}")
         if run.trouble and what != "run":
             return _error(409, run.trouble)
-        if what == "trace":
-            stage, step = asked.get("stage", ""), _number(asked, "step")
-            trace = _locked(run, lambda r: timeline.trace(r, stage, step))
-            safe = "".join(c if c.isalnum() or c in "-_" else "_" for c in f"{name}-{stage}-{step}")
-            return Answer(
-                trace, headers={"content-disposition": f'attachment; filename="{safe}.trace.json"'}
-            )
+        if what in FILES:
+            return _file_of(run, what, asked.get("stage", ""), _number(asked, "step"))
         return _json(_locked(run, lambda r: ROUTES[what](r, asked)))
 
 
@@ -162,8 +157,23 @@ ROUTES: dict[str, Callable[[Run, Query], Any]] = {
     "timeline": lambda run, asked: timeline.drawing(
         run, asked.get("stage", ""), _number(asked, "step")
     ),
-    "trace": lambda run, asked: None,
 }
+FILES = {
+    "trace": (timeline.trace, "application/json", ".trace.json"),
+    "picture": (timeline.picture, TYPES[".svg"], ".svg"),
+}
+"""What is handed out as a file."""
+
+
+def _file_of(run: Run, what: str, stage: str, step: int) -> Answer:
+    """A download of one step's timeline."""
+    make, kind, suffix = FILES[what]
+    body = _locked(run, lambda r: make(r, stage, step))
+    name = f"{run.name}-{stage}-{step}"
+    safe = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "_" for c in name)
+    return Answer(
+        body, kind, headers={"content-disposition": f'attachment; filename="{safe}{suffix}"'}
+    )
 
 
 def _locked(run: Run, work: Callable[[Run], Any]) -> Any:

@@ -128,7 +128,8 @@ class Catalog:
         self.kinds = Codes()
         self.names: dict[int, str] = {}
         """Names of rollouts that are not just their number in the group."""
-        self.covered = 0
+        self.covered = self._torn = 0
+        """Bytes in the columns, and bytes at the end that are no whole line yet."""
         self.unreadable = 0
         self._lines.position = self._index.position = 0
         self._distrusted = False
@@ -150,7 +151,8 @@ class Catalog:
     @property
     def progress(self) -> float:
         """Share of the file that is in the columns."""
-        return self.covered / self._lines.size if self._lines.size else 1.0
+        whole = self._lines.size - self._torn
+        return self.covered / whole if whole > 0 else 1.0
 
     def _take_index(self) -> int | None:
         """Take entries that go on where the columns end; returns where the next one begins.
@@ -194,7 +196,9 @@ class Catalog:
     def _take_lines(self, until: int | None) -> None:
         """Read whole lines from where the columns end, up to an offset if one is given."""
         self._lines.position = self.covered
-        for line in self._lines.read():
+        lines = self._lines.read()
+        self._torn = 0 if lines else self._lines.size - self.covered
+        for line in lines:
             if until is not None and line.at >= until:
                 break
             try:

@@ -1,4 +1,5 @@
 """The rollouts of one step over time, from their recorded turns: who waited for what, and where.
+States, colours, export and file are the simulator's (rollout.timeline): both can be compared.
 
 A turn that lost its KV to another is `preempted` for as long as it waited to go on. Only the sum is
 on record, so it is drawn in one piece, before the turn's tokens.
@@ -9,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
-
 from rstar2.record.index import GroupEntry
-from rstar2.rollout.timeline import Span
+from rstar2.rollout.timeline import STATES as COLOURS
+from rstar2.rollout.timeline import Span, chrome_trace, svg
 from rstar2.viewer.run import NotRecordedError, Run
 
-QUEUED, PREEMPTED, GENERATING, TOOLS = "queued", "preempted", "generating", "tools"
-STATES = (QUEUED, GENERATING, TOOLS, PREEMPTED)
+QUEUED, PREEMPTED, GENERATING, TOOL = "queued", "preempted", "generating", "tool"
+STATES = tuple(COLOURS)
+SHORTEST_S = 1e-4
+"""What took less is not drawn."""
 
 
 def entries(run: Run, stage: str, step: int) -> list[GroupEntry]:
@@ -44,10 +46,14 @@ def _of_group(entry: GroupEntry, origin: float) -> Iterator[Span]:
             placed = asked + min(turn.queue_s, turn.generate_s)
             sampled = asked + turn.generate_s
             back = placed + min(turn.preempted_s, sampled - placed)
-            yield Span(turn.engine, name, QUEUED, asked, placed)
-            yield Span(turn.engine, name, PREEMPTED, placed, back)
-            yield Span(turn.engine, name, GENERATING, back, sampled)
-            yield Span(turn.engine, name, TOOLS, sampled, sampled + turn.tools_s)
+            for state, start, end in (
+                (QUEUED, asked, placed),
+                (PREEMPTED, placed, back),
+                (GENERATING, back, sampled),
+                (TOOL, sampled, sampled + turn.tools_s),
+            ):
+                if end - start > SHORTEST_S:
+                    yield Span(turn.engine, name, state, start, end)
 
 
 def drawing(run: Run, stage: str, step: int) -> dict[str, Any]:
@@ -62,6 +68,7 @@ def drawing(run: Run, stage: str, step: int) -> dict[str, Any]:
         "stage": stage,
         "step": step,
         "states": STATES,
+        "colours": list(COLOURS.values()),
         "engines": engines,
         "trajectories": names,
         "rewards": [rewards.get(name) for name in names],
@@ -75,26 +82,16 @@ def drawing(run: Run, stage: str, step: int) -> dict[str, Any]:
                 round(1000 * s.end, 1),
             ]
             for s in made
-            if s.end - s.start > 1e-4
         ],
     }
 
 
 def trace(run: Run, stage: str, step: int) -> bytes:
     """The spans as a Chrome trace, which Perfetto opens."""
-    made = spans(entries(run, stage, step))
-    return msgspec.json.encode(
-        {
-            "traceEvents": [
-                {
-                    "name": s.state,
-                    "ph": "X",
-                    "pid": s.engine,
-                    "tid": s.trajectory,
-                    "ts": s.start * 1e6,
-                    "dur": (s.end - s.start) * 1e6,
-                }
-                for s in made
-            ]
-        }
-    )
+    return chrome_trace(spans(entries(run, stage, step))).encode()
+
+
+def picture(run: Run, stage: str, step: int) -> bytes:
+    """The simulator's own drawing of these spans, as a file."""
+    title = f"{run.name}: {stage} step {step}"
+    return svg(spans(entries(run, stage, step)), title=title).encode()

@@ -183,6 +183,7 @@ function search() {
 addEventListener("keydown", (event) => {
   if (event.metaKey || event.ctrlKey || event.altKey) return;
   const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
+  if (document.getElementById("help").open && event.key !== "?") return;  // the dialog has its own keys
   if (typing) { if (event.key === "Escape") event.target.blur(); return; }
   const page = shown?.page;
   const actions = {

@@ -5,8 +5,7 @@ import { at, get } from "/static/api.js";
 import { percent, plural, seconds } from "/static/format.js";
 import { crumbsOf, tabs } from "/static/parts.js";
 
-const COLOURS = { queued: "--s7", generating: "--s0", tools: "--s2", preempted: "--bad", grading: "--s4" };
-const AXIS = 22, HEAD = 18;
+const AXIS = 22, HEAD = 18, AREA = 54;
 
 export async function load({ run, stage, step }, query, context) {
   const data = await get("timeline", run, { stage, step });
@@ -15,9 +14,9 @@ export async function load({ run, stage, step }, query, context) {
   const node = h("section", null,
     h("div.headline", null, h("h1", null, stage, h("span.muted", null, ` step ${step}`))),
     tabs([["groups", "Groups", at.step(run, stage, step)], ["timeline", "Timeline", at.timeline(run, stage, step)]], "timeline"),
-    h("div.row", null, h("p.legend", null, data.states.map((state) => h("span", null, h("i.key", { style: { background: `var(${COLOURS[state] || "--s6"})` } }), `${state} ${percent(view.shares.get(state))}`))),
-      h("a.button", { href: `/api/trace/${encodeURIComponent(run)}?stage=${encodeURIComponent(stage)}&step=${step}`, download: "", title: "opens in ui.perfetto.dev and chrome://tracing" }, "Chrome trace")),
-    h("p.muted.small", null, `${plural(data.trajectories.length, "rollout")} on ${plural(data.engines.length, "engine")} in ${seconds(data.end / 1000)}. One line each; wheel or pinch to zoom, drag to move, click to open.`),
+    h("div.row", null, h("p.legend", null, data.states.map((state) => h("span", null, h("i.key", { style: { background: data.colours[data.states.indexOf(state)] } }), `${state} ${percent(view.shares.get(state) || 0)}`))),
+      h("span.downloads", null, ["trace", "picture"].map((what) => h("a.button", { href: `/api/${what}/${encodeURIComponent(run)}?stage=${encodeURIComponent(stage)}&step=${step}`, download: "", title: what === "trace" ? "opens in ui.perfetto.dev and chrome://tracing" : "the same as a file" }, { trace: "Chrome trace", picture: "SVG" }[what])))),
+    h("p.muted.small", null, `${plural(data.trajectories.length, "rollout")} on ${plural(data.engines.length, "engine")} in ${seconds(data.end / 1000)}. Above, how many were in which state; below, one line each: wheel or pinch to zoom, drag to move, click to open.`),
     view.node);
   return { title: `timeline ${label}`, node, crumbs: crumbsOf(run, [label, at.step(run, stage, step)], ["timeline", null]), up: at.step(run, stage, step), ready: view.draw, close: view.close };
 }
@@ -47,7 +46,8 @@ function build(run, data, context) {
       pen.fillStyle = color("--soft"); pen.fillRect(0, lane.top, width, HEAD - 3);
       pen.fillStyle = color("--muted"); pen.fillText(`${lane.name || "no engine"}: ${lane.rows} rollouts, busy ${percent(lane.busy)}`, 6, lane.top + 11);
     }
-    const colours = data.states.map((state) => color(COLOURS[state] || "--s6"));
+    const colours = data.colours;
+    for (const lane of lanes.engines) area(pen, lane, colours, from, to, width);
     for (const [engine, who, state, a, b] of data.spans) {
       if (b < from || a > to) continue;
       const x = px(a), y = lanes.y(engine, who);
@@ -70,7 +70,7 @@ function build(run, data, context) {
     const span = hit(event);
     if (!span) { hideTip(); return; }
     const [engine, who, state, a, b] = span, reward = data.rewards[who];
-    showTip([data.trajectories[who], ["state", data.states[state], `var(${COLOURS[data.states[state]] || "--s6"})`], ["for", seconds((b - a) / 1000)], ["at", seconds(a / 1000)], ["engine", data.engines[engine]], ["verdict", reward === null ? "not graded" : reward > 0.5 ? "right" : "wrong"]], event.clientX, event.clientY);
+    showTip([data.trajectories[who], ["state", data.states[state], data.colours[state]], ["for", seconds((b - a) / 1000)], ["at", seconds(a / 1000)], ["engine", data.engines[engine]], ["verdict", reward === null ? "not graded" : reward > 0.5 ? "right" : "wrong"]], event.clientX, event.clientY);
   });
   const pan = (a, b) => { const size = b - a; if (a < 0) { a = 0; b = size; } if (b > data.end) { b = data.end; a = Math.max(0, b - size); } from = a; to = Math.max(a + 1, b); draw(); };
   const zoom = (factor, x) => { const size = Math.max(5, Math.min(data.end, (to - from) * factor)), mid = from + x * (to - from); pan(mid - x * size, mid + (1 - x) * size); };
@@ -102,11 +102,33 @@ function layout(data) {
   const place = new Map(), engines = [];
   let top = AXIS;
   rows.forEach((keys, engine) => {
-    engines.push({ name: data.engines[engine], top, rows: keys.length, busy: union(busy[engine]) / (data.end || 1) });
-    keys.forEach((key, i) => place.set(key, top + HEAD + i * rowHeight));
-    top += HEAD + keys.length * rowHeight + 6;
+    engines.push({ name: data.engines[engine], top, rows: keys.length, busy: union(busy[engine]) / (data.end || 1), changes: changes(data, engine) });
+    keys.forEach((key, i) => place.set(key, top + HEAD + AREA + 5 + i * rowHeight));
+    top += HEAD + AREA + 5 + keys.length * rowHeight + 8;
   });
   return { engines, rowHeight, height: top - AXIS, y: (engine, who) => place.get(engine * 1e7 + who) };
+}
+
+/** When the number of rollouts in each state changes: [[ms, state, +1 or -1], ...] in order. */
+function changes(data, engine) {
+  return data.spans.flatMap(([e, , state, a, b]) => e === engine ? [[a, state, 1], [b, state, -1]] : []).sort((x, y) => x[0] - y[0]);
+}
+
+/** How many rollouts of an engine were in which state, stacked, one column per pixel. */
+function area(pen, lane, colours, from, to, width) {
+  const now = colours.map(() => 0), columns = [];
+  let next = 0, most = 1;
+  for (let x = 0; x < width; x++) {
+    const ms = from + (x + 0.5) / width * (to - from);
+    while (next < lane.changes.length && lane.changes[next][0] <= ms) { const [, state, by] = lane.changes[next++]; now[state] += by; }
+    columns.push([...now]);
+    most = Math.max(most, now.reduce((a, b) => a + b, 0));
+  }
+  const bottom = lane.top + HEAD + AREA;
+  columns.forEach((column, x) => {
+    let y = bottom;
+    column.forEach((count, state) => { const size = AREA * count / most; pen.fillStyle = colours[state]; pen.fillRect(x, y - size, 1.05, size); y -= size; });
+  });
 }
 
 function union(spans) {
