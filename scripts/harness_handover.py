@@ -28,7 +28,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-MODEL = "policy"
+MODEL, LOG = "policy", "server.log"
 TOOL = {
     "type": "function",
     "function": {
@@ -99,14 +99,37 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start_server(options: argparse.Namespace, port: int, log: Path) -> subprocess.Popen[bytes]:
+def as_trained(export: Path, folder: Path) -> list[str]:
+    """Arguments that make the server ask as the policy was trained, where that is not the default.
+
+    A policy that never read tool signatures (recipes with `template.system: none`) is confused by
+    them: it knows its one tool without. Requests still carry `tools`, for the parser.
+    """
+    known = json.loads((export / "tokenizer_config.json").read_text())
+    settings = known.get("rstar2_template", {})
+    heads = []
+    if settings.get("system") == "none":
+        heads.append("{%- set tools = none -%}")
+    if settings.get("prefill_reason"):
+        heads.append("{%- set prefill_reason = true -%}")
+    if not heads:
+        return []
+    file = folder / "chat_template.jinja"
+    file.write_text("\n".join([*heads, (export / "chat_template.jinja").read_text()]))
+    return ["--chat-template", str(file)]
+
+
+def start_server(options: argparse.Namespace, port: int, folder: Path) -> subprocess.Popen[bytes]:
     """The command that docs/evaluation.md gives, on a free port."""
+    log = folder / LOG
     words = [
         *(options.vllm, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(options.export), "--served-model-name", MODEL),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-        *("--max-model-len", str(options.max_length), *options.vllm_argument),
+        *("--max-model-len", str(options.max_length)),
+        *as_trained(options.export, folder),
+        *options.vllm_argument,
     ]
     print("$", " ".join(words), flush=True)
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"} | dict(os.environ)
@@ -266,9 +289,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="handover-") as scratch:
         folder = (options.out or Path(scratch)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        log, port = folder / "server.log", free_port()
+        log, port = folder / LOG, free_port()
         base = f"http://127.0.0.1:{port}"
-        server = start_server(options, port, log)
+        server = start_server(options, port, folder)
         try:
             wait_ready(server, base, options.deadline, log)
             call = tool_call(base, options)
