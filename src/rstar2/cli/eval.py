@@ -125,13 +125,14 @@ def run(
     if (model is None) == (url is None):
         raise UserError("give a model directory, a run or an evaluation, or --url, and only one")
     if rescore:
-        assert model is not None
+        if model is None:
+            raise UserError("--rescore takes the directory of an evaluation")
         conclude(rescored(model, on or []), json=json)
         return
     directory = model_directory(model) if model is not None else None
     recipe = base_recipe(model, directory, set_ or [], engine)
     asked, sets = resolve(preset, recipe, directory, on or [], greedy=greedy)
-    given = {
+    given: dict[str, Any] = {
         "samples": samples,
         "temperature": temperature,
         "top_p": top_p,

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rstar2.codeenv.client import CodeEnvClient
 from rstar2.config import Recipe, SchedulerConfig, TemplateConfig
@@ -57,7 +57,7 @@ def load_template(directory: Path, asked: TemplateConfig | None) -> Template:
     from rstar2.agent.template import Template, settings_of
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as error:
         raise UserError(f"{directory}: no tokenizer found there: {error}") from error
     return Template(tokenizer, asked or settings_of(tokenizer) or TemplateConfig())

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from rstar2.agent.template import CHAT_TEMPLATE
 from rstar2.config.preflight import check_smollm2
@@ -43,7 +43,7 @@ def load_tokenizer(file: Path) -> PreTrainedTokenizerFast:
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
@@ -52,7 +52,7 @@ def load_tokenizer(file: Path) -> PreTrainedTokenizerFast:
     )
     tokenizer.eos_token, tokenizer.pad_token = END, PAD
     tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer  # type: ignore[no-any-return]
+    return cast("PreTrainedTokenizerFast", tokenizer)
 
 
 def load_weights(file: Path, eos: int, pad: int) -> LlamaForCausalLM:
