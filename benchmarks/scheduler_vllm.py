@@ -5,7 +5,13 @@
 Run it with a Python that has vLLM (docs/engines.md). Two servers, one core each (both on the same
 core where there is only one), each with a KV cache that holds a dozen rollouts of the mean length;
 the real agent loop and code environment; rollouts of the paper's shape (`forced.py`). The policies
-take turns, each starts cold (no lengths known, prefix caches empty) and gets the same rollouts.
+take turns and get the same rollouts, with empty prefix caches. As in every step of a run but its
+first, `reserve` knows the lengths of a step before (drawn with another seed); `reserve-cold` is the
+same policy in a first step.
+
+What a preemption costs decides how much admission is worth: with a model too small, computing a
+prefix again takes less than one step of the engine, and overfilling it is nearly free. Untrained
+models of three sizes can be chosen (`--size`); docs/benchmarks.md says what each comes to.
 
 Beside each measurement stands what `rstar2 simulate` predicts for it, from an engine model that is
 fitted to steps measured on these engines before the first policy runs.
@@ -42,16 +48,22 @@ from rstar2.config import (
 )
 from rstar2.engine.vllm_server import ServerSettings
 from rstar2.rollout.fleet import Fleet
+from rstar2.rollout.lengths import LengthModel
 from rstar2.rollout.scheduler import Scheduler
 from rstar2.rollout.simulate.model import EngineModel, Fit, StepRow, fit
-from rstar2.rollout.simulate.simulation import simulate
+from rstar2.rollout.simulate.simulation import Simulation
 from rstar2.rollout.simulate.workload import RolloutPlan, TurnPlan, Workload
 from rstar2.types import Sampling, StopReason, Trajectory
 
 OURS = "reserve"
-RIVALS = ("static_split", "round_robin", "least_requests", "sticky_hash", "aimd", "worst_case")
+COLD = "reserve-cold"
+RIVALS = ("static_split", "round_robin", "least_requests", "sticky_hash", "aimd", COLD)
+SIZES = {"tiny": (128, 3), "small": (256, 4), "medium": (512, 6)}
+"""Hidden size and layers."""
 GROUP = 8
 BLOCK = 32
+PROMPT_TOKENS, RESPONSE_TOKENS = 60, 16
+"""About: what `lengths_of` assumes of the step before."""
 DEADLINE_S = 900.0
 WATCH_S = 0.25
 AGENT = AgentConfig(generate_deadline_s=DEADLINE_S, tool_deadline_s=120.0)
@@ -63,7 +75,7 @@ class Setting:
 
     rollouts: int
     repetitions: int
-    kv_tokens: int = 3072
+    kv_tokens: int = 6144
     max_length: int = 512
     max_turns: int = 10
     max_sequences: int = 64
@@ -113,11 +125,11 @@ async def measure(
     setting: Setting,
     model: EngineModel,
 ) -> Measured:
-    """All rollouts at once under one policy, from a cold start."""
+    """All rollouts at once under one policy."""
     script = engines[0].script
     for engine in engines:
         await engine.client.forget(60.0)
-    scheduler = Scheduler(SchedulerConfig(policy=policy))  # type: ignore[arg-type]
+    scheduler = Scheduler(config_of(policy), lengths_of(policy, setting))
     fleet = Fleet(engines, scheduler, watch_s=WATCH_S)
     for engine in engines:
         fleet.join(engine.name, 0)
@@ -164,6 +176,24 @@ async def measure(
     )
 
 
+def config_of(policy: str) -> SchedulerConfig:
+    return SchedulerConfig(policy=policy.removesuffix("-cold"))  # type: ignore[arg-type]
+
+
+def lengths_of(policy: str, setting: Setting) -> LengthModel:
+    """What a step before would have taught about lengths; nothing in a cold start."""
+    lengths = LengthModel()
+    if policy != COLD:
+        before = draw_plans(
+            512, seed=-1, mean_turn=setting.mean_turn, mean_wait_s=setting.mean_wait_s
+        )
+        for plan in before:
+            completion = sum(plan.turns) + RESPONSE_TOKENS * len(plan.waits)
+            most = setting.max_length - PROMPT_TOKENS
+            lengths.observe(min(completion, most), truncated=completion >= most)
+    return lengths
+
+
 def predict(
     policy: str, made: Sequence[Trajectory], setting: Setting, model: EngineModel
 ) -> Predicted:
@@ -185,7 +215,9 @@ def predict(
         for t in made
     )
     workload = Workload("measured", plans, model, 2)
-    simulation = simulate(workload, SchedulerConfig(policy=policy))  # type: ignore[arg-type]
+    scheduler = Scheduler(config_of(policy), lengths_of(policy, setting))
+    simulation = Simulation(workload, config_of(policy), scheduler=scheduler)
+    simulation.run()
     wall = max(simulation.ends.values())
     tallies = [engine.tally for engine in simulation.engines]
     return Predicted(
@@ -310,12 +342,31 @@ async def compare(
         await asyncio.gather(*(engine.close() for engine in engines))
 
 
-def make_model(directory: Path) -> Path:
-    """A model of the tiny recipe's shape, from a seed; what it says does not matter here."""
-    from rstar2.learner.tiny import make_tiny
+def make_model(directory: Path, size: str) -> Path:
+    """An untrained model with the tiny recipe's tokenizer; what it says does not matter here."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    make_tiny(directory / "model", 0)
-    return directory / "model"
+    from rstar2.learner.tiny import make_tokenizer
+
+    hidden, layers = SIZES[size]
+    tokenizer = make_tokenizer()
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        dtype="float32",
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 64,
+        head_dim=32,
+        max_position_embeddings=2048,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory / size)
+    tokenizer.save_pretrained(directory / size)
+    return directory / size
 
 
 def median_of(made: Sequence[Measured], policy: str, field: str) -> float:
@@ -329,7 +380,7 @@ def rows_of(made: Sequence[Measured], policies: Sequence[str]) -> list[Row]:
     for policy in policies:
         if policy == OURS:
             continue
-        target = {"static_split": ">= 1.3"}.get(policy, ">= 0.98")
+        target = {"static_split": ">= 1.3", COLD: None}.get(policy, ">= 0.98")
         rows.append(
             Row(f"tokens/s, {policy}", ours, median_of(made, policy, "speed"), target, "", policy)
         )
@@ -362,7 +413,9 @@ def print_table(made: Sequence[Measured], policies: Sequence[str]) -> None:
 
 def main() -> int:
     parser = arguments(str(__doc__).partition("\n")[0])
-    parser.add_argument("--model", type=Path, help="a model directory [the tiny model, untrained]")
+    parser.add_argument("--size", choices=SIZES, default="small", help="[small]")
+    parser.add_argument("--model", type=Path, help="a model directory instead")
+    parser.add_argument("--kv", type=int, default=Setting.kv_tokens, help="tokens an engine holds")
     parser.add_argument("--rollouts", type=int, help="[256; 48 with --quick]")
     parser.add_argument("--repetitions", type=int, help="[3; 1 with --quick]")
     parser.add_argument("--policies", default=",".join((OURS, *RIVALS)))
@@ -370,14 +423,16 @@ def main() -> int:
     setting = Setting(
         rollouts=args.rollouts or (48 if args.quick else 256),
         repetitions=args.repetitions or (1 if args.quick else 3),
+        kv_tokens=args.kv,
     )
     policies = args.policies.split(",")
     with tempfile.TemporaryDirectory() as directory:
-        model = args.model or make_model(Path(directory))
+        model = args.model or make_model(Path(directory), args.size)
         made, fitted = asyncio.run(compare(model, setting, policies, args))
     print_table(made, policies)
     notes = {
         "setting": asdict(setting),
+        "size": str(args.model or args.size),
         "engine_model": json.loads(fitted.model.to_json()),
         "engine_model_error": {"median": fitted.median_error, "worst": fitted.worst_error},
         "runs": [{**asdict(m), "speed": m.speed} for m in made],
