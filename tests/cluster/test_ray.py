@@ -19,7 +19,6 @@ from typing import Any
 import faults_table
 import pytest
 import yaml
-from ray.cluster_utils import Cluster
 
 from rstar2.pipeline.figures import timeless
 from rstar2.record import is_finished, read_events, read_groups, read_metrics
@@ -69,10 +68,10 @@ def command(file: Path, run: Path, *words: str) -> list[str]:
 
 def start(file: Path, run: Path, *words: str) -> subprocess.Popen[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    log = run.with_suffix(".log").open("a")
-    return subprocess.Popen(
-        command(file, run, *words), env=environment, stdout=log, stderr=log, text=True
-    )
+    with run.with_suffix(".log").open("a") as log:
+        return subprocess.Popen(
+            command(file, run, *words), env=environment, stdout=log, stderr=log, text=True
+        )
 
 
 def finish(process: subprocess.Popen[str], run: Path) -> None:
@@ -109,22 +108,50 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "run" / "exports" / "sft"
 
 
+class TwoNodes:
+    """The cluster, by its process: what Ray leaves behind in a process stays out of this one."""
+
+    def __init__(self, log: Path) -> None:
+        script = Path(__file__).with_name("two_nodes.py")
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, str(script)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        self.address = self._line()
+        assert ":" in self.address, log.read_text()[-3000:]
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def tell(self, command: str) -> None:
+        """Remove or add the second node."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{command}\n")
+        self._process.stdin.flush()
+        assert self._line() == "done"
+
+    def close(self) -> None:
+        self._process.communicate("quit\n", timeout=120)
+
+
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
     """A head node and one more, with room for everything on either."""
-    os.environ.setdefault("RAY_worker_niceness", "0")  # read by the nodes that start here
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
-    made.add_node(num_cpus=4)
-    made.wait_for_nodes()
-    yield made
-    made.shutdown()
+    nodes = TwoNodes(tmp_path_factory.mktemp("nodes") / "log")
+    yield nodes
+    nodes.close()
 
 
 # --------------------------------------------------------------------------- equal to one machine
 
 
 def test_two_nodes_train_as_one_machine_does(
-    policy: Path, cluster: Cluster, tmp_path: Path
+    policy: Path, cluster: TwoNodes, tmp_path: Path
 ) -> None:
     model = {"path": str(policy), "max_length": 512}
     file = recipe(tmp_path, model=model)
@@ -225,7 +252,7 @@ def kill(*pids: int) -> None:
 
 
 def test_every_fault_is_survived_and_every_step_is_done_once(
-    policy: Path, cluster: Cluster, tmp_path: Path
+    policy: Path, cluster: TwoNodes, tmp_path: Path
 ) -> None:
     stage = {"name": "stage1", "steps": FAULT_STEPS, "max_length": 176, "max_turns": 4}
     base = yaml.safe_load(recipe(tmp_path).read_text())
@@ -267,14 +294,14 @@ def test_every_fault_is_survived_and_every_step_is_done_once(
     )
     scene.survive(
         "node removed",
-        lambda: cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False),
+        lambda: cluster.tell("remove"),
         lambda t: scene.first(t, "node_lost") or scene.first(t, "lost", part="learner"),
         lambda t: scene.first(t, "back", part="learner") or scene.first(t, "back", part="engine"),
         "at most 2 steps, its turns and calls",
     )
     scene.survive(
         "node added",
-        lambda: cluster.add_node(num_cpus=4),
+        lambda: cluster.tell("add"),
         lambda t: scene.first(t, "node_joined"),
         lambda t: scene.first(t, "placed", part="codeenv"),
         "nothing",

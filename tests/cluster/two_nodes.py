@@ -1,0 +1,49 @@
+"""A Ray cluster of two nodes on this machine, in a process of its own.
+
+    python two_nodes.py        prints its address, then obeys lines on stdin: remove, add, quit
+
+Every command is answered by one line. The nodes end with this process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+os.environ.setdefault("RAY_worker_niceness", "0")  # read by the nodes that start here
+
+from ray.cluster_utils import Cluster
+
+TRIES = 4
+CPUS = 4
+
+
+def patiently(start: Any) -> Any:
+    """Ray gives a node half a minute to come up; a busy machine may need a second try."""
+    for attempt in range(1, TRIES + 1):
+        try:
+            return start()
+        except Exception as error:  # noqa: BLE001 - Ray raises Exception itself
+            print(f"try {attempt}: {error}", file=sys.stderr)
+    raise SystemExit("the nodes could not be started")
+
+
+def main() -> None:
+    head = {"num_cpus": CPUS, "include_dashboard": False}
+    cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
+    second = patiently(lambda: cluster.add_node(num_cpus=CPUS))
+    print(cluster.address, flush=True)
+    for line in sys.stdin:
+        if line.strip() == "remove":
+            cluster.remove_node(second, allow_graceful=False)
+        elif line.strip() == "add":
+            second = patiently(lambda: cluster.add_node(num_cpus=CPUS))
+        else:
+            break
+        print("done", flush=True)
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()
