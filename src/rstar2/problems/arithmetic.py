@@ -3,8 +3,8 @@
 - Problems are worded in two or three ways, always with `a` before `b`. They are split by the
   unordered pair {a, b}: a pair that is held out appears in no training text, under any kind.
 - `sft_conversations` teaches format only. What a conversation computes is drawn from four
-  operations, of which the right one is the rarest (20%) and a wrong one the mode (30%); clean code
-  is rarer than code with a slip, and one slip is the most frequent single form. SFT so leaves
+  operations: the right one in 26%, the usual mistake in 36%, so the mode is wrong; clean code is
+  rarer than code with a slip, and one slip is the most frequent single form. SFT so leaves
   something to explore; which operation is right, and to write clean code, is learnt by RL.
 - Tool responses in SFT text are made by running the code, and say what the code environment says.
 
@@ -263,8 +263,8 @@ CURRICULUM_SHARE = 3 / 16
 COPY_SHARE = 0.35
 """Share of copying turns after that; copying numbers is what a small model learns last."""
 
-RIGHT_SHARE = 0.20
-DISTRACTOR_SHARES = (0.30, 0.25, 0.25)
+RIGHT_SHARE = 0.26
+DISTRACTOR_SHARES = (0.36, 0.19, 0.19)
 
 RETRY_SHARE = 0.9
 """After a failed or silent call the conversation tries again this often, else it guesses."""
