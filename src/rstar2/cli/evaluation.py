@@ -1,0 +1,275 @@
+"""One evaluation from the command line: opened, swept with a progress bar, concluded."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import typer
+from rich.console import Console
+
+from rstar2.config import Recipe, SamplingConfig
+from rstar2.errors import UserError
+from rstar2.types import encode
+
+if TYPE_CHECKING:
+    from rstar2.evaluate.benchmarks import Benchmark
+    from rstar2.evaluate.store import EvalDirectory, Settings
+    from rstar2.evaluate.sweep import Answerer
+
+T = TypeVar("T")
+
+DEFAULT_LENGTH = 8192
+ENDPOINT_CONCURRENCY = 32
+WIDTH = 150
+"""Columns of a table that goes to a file or a pipe."""
+
+progress = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How answers are drawn: preset first, options over it."""
+
+    samples: int = 1
+    temperature: float = 0.6
+    top_p: float = 1.0
+    top_k: int = 0
+    max_length: int = DEFAULT_LENGTH
+    max_turns: int = 30
+    seed: int = 0
+    stream: str = ""
+
+
+def load_sets(sets: list[str], count: int | None) -> list[Benchmark]:
+    """Read all benchmarks, before anything starts."""
+    from rstar2.evaluate.benchmarks import load_benchmark
+
+    loaded = [load_benchmark(text, count) for text in sets]
+    names = [benchmark.name for benchmark in loaded]
+    if len(set(names)) != len(names):
+        raise UserError(f"--on: {', '.join(names)}: each needs its own name (NAME=FILE)")
+    return loaded
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One evaluation: what answers which problems, and how."""
+
+    recipe: Recipe
+    asked: Asked
+    benchmarks: list[Benchmark]
+    directory: Path | None
+    url: str | None
+    served_model: str | None
+    api_key: str | None
+
+    @property
+    def model_name(self) -> str:
+        """What people call the model: run/export, directory, or the endpoint's name for it."""
+        if self.directory is None:
+            return self.served_model or str(self.url)
+        parent = self.directory.parent
+        if parent.name == "exports":
+            return f"{parent.parent.name}/{self.directory.name}"
+        return self.directory.name
+
+    @property
+    def label(self) -> str:
+        """A directory's name that tells evaluations apart."""
+        words = [self.model_name, *(b.name for b in self.benchmarks), f"k{self.asked.samples}"]
+        text = "-".join([*words, *(["greedy"] if self.asked.temperature == 0 else [])])
+        return "".join(c if c.isalnum() or c in "._-" else "-" for c in text).strip("-")
+
+    def settings(self, template: dict[str, Any]) -> Settings:
+        """What every answer depends on."""
+        from rstar2.evaluate.session import fingerprint
+        from rstar2.evaluate.store import Settings
+
+        agent = self.recipe.agent
+        return Settings(
+            model=self.model_name,
+            weights=fingerprint(self.directory) if self.directory else self.model_name,
+            engine=self.recipe.engine.kind if self.directory else "openai",
+            benchmarks={b.name: b.digest for b in self.benchmarks},
+            samples=self.asked.samples,
+            temperature=self.asked.temperature,
+            top_p=self.asked.top_p,
+            top_k=self.asked.top_k,
+            max_length=self.asked.max_length,
+            max_turns=self.asked.max_turns,
+            seed=self.asked.seed,
+            stream=self.asked.stream,
+            template=template,
+            agent=agent.model_dump(include={"calls_per_turn", "invalid_calls", "response_tokens"}),
+            tool=self.recipe.model_dump(mode="json")["codeenv"]["default"],
+        )
+
+    def execute(self, path: Path, concurrency: int | None) -> Path:
+        """Answer what is missing, then write the results; returns the directory."""
+        from rstar2.evaluate.assess import assess
+        from rstar2.evaluate.store import EvalDirectory
+        from rstar2.evaluate.sweep import missing
+
+        answerer, template = self.answerer()
+        settings = self.settings(template)
+        with EvalDirectory.open(path, settings, self.benchmarks) as directory:
+            tasks = list(missing(self.benchmarks, settings, directory))
+            if tasks:
+                self.sweep(directory, tasks, answerer, concurrency)
+            names = [benchmark.name for benchmark in self.benchmarks]
+            directory.finish(assess(path, names, settings.samples))
+        return path
+
+    def answerer(self) -> tuple[AbstractAsyncContextManager[Answerer], dict[str, Any]]:
+        """What will answer (not opened yet), and the template it is asked with."""
+        from rstar2.evaluate import session
+
+        if self.directory is None:
+            assert self.url is not None
+            endpoint = session.Endpoint(self.url, self.served_model, self.api_key)
+            opened = session.open_endpoint(self.recipe, endpoint, self.recipe.template)
+            return opened, self.recipe.template.model_dump()
+        from rstar2.pipeline.parts import scheduling
+
+        engine, length = self.recipe.engine, self.asked.max_length
+        recipe = self.recipe.model_copy(
+            update={
+                "model": self.recipe.model.model_copy(update={"max_length": length}),
+                "engine": engine.model_copy(
+                    update={"kv_tokens": max(engine.kv_tokens, 2 * length)}
+                ),
+            }
+        )
+        template = session.load_template(self.directory, None)
+        opened = session.open_fleet(recipe, scheduling(recipe), self.directory, template)
+        return opened, template.config.model_dump()
+
+    def sweep(
+        self,
+        directory: EvalDirectory,
+        tasks: list[Any],
+        answerer: AbstractAsyncContextManager[Answerer],
+        concurrency: int | None,
+    ) -> None:
+        """Answer the tasks with a progress bar; says what is lost, and how to go on."""
+        from rstar2.evaluate.show import AnswerProgress
+        from rstar2.evaluate.sweep import sweep
+        from rstar2.rollout.groups import Limits
+
+        asked, engine = self.asked, self.recipe.engine
+        sampling = SamplingConfig(
+            temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k
+        )
+        limits = Limits(sampling, asked.max_length, asked.max_turns)
+        engines = max(engine.count, len(engine.urls))
+        at_once = ENDPOINT_CONCURRENCY if self.directory is None else engine.max_sequences * engines
+        total = sum(len(b.problems) for b in self.benchmarks) * asked.samples
+        with AnswerProgress(progress, total, total - len(tasks)) as shown:
+
+            async def answer() -> dict[str, int]:
+                async with answerer as opened:
+                    return await sweep(
+                        tasks,
+                        opened,
+                        directory,
+                        limits,
+                        concurrency=concurrency or at_once,
+                        on_answer=shown.answered,
+                    )
+
+            lost = supervised(answer)
+        if lost:
+            names = ", ".join(f"{name} x{n}" for name, n in lost.items())
+            progress.print(f"[yellow]lost to infrastructure: {names}; the same command tries again")
+
+
+def supervised(work: Callable[[], Awaitable[T]]) -> T:
+    """Run until done; a signal stops it in order, and says how to go on."""
+    stopped: list[signal.Signals] = []
+
+    async def main() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def stop(number: signal.Signals) -> None:
+            stopped.append(number)
+            task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop, number)
+        return await work()
+
+    try:
+        return asyncio.run(main())
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+        again = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        progress.print(f"stopped. To go on: [bold]{again}[/]")
+        raise typer.Exit(128 + stopped[0]) from None
+
+
+# --------------------------------------------------------------------------- results
+
+
+def rescored(path: Path, on: list[str]) -> Path:
+    """Grade the answers of an evaluation again; `on` gives sets whose truths have changed."""
+    from rstar2.codeenv.client import CodeEnvClient
+    from rstar2.config import CodeEnvConfig
+    from rstar2.evaluate.assess import rescore
+    from rstar2.evaluate.show import AnswerProgress
+    from rstar2.evaluate.store import EvalDirectory, read_settings
+
+    settings = read_settings(path)
+    changed = {b.name: b for b in load_sets(on, None)} if on else {}
+    if unknown := changed.keys() - settings.benchmarks.keys():
+        raise UserError(f"--on {', '.join(unknown)}: not evaluated in {path}")
+    sets = {
+        name: changed[name].problems if name in changed else None for name in settings.benchmarks
+    }
+    with EvalDirectory.open(path, settings, ()) as directory:
+        total = sum(len(directory.done(name)) for name in sets)
+        with AnswerProgress(progress, total, 0) as shown:
+
+            async def work() -> Any:
+                tools = await CodeEnvClient.start(CodeEnvConfig())
+                try:
+                    return await rescore(path, sets, settings.samples, tools, shown.answered)
+                finally:
+                    await tools.close()
+
+            scores = supervised(work)
+        digests = {**settings.benchmarks, **{n: b.digest for n, b in changed.items()}}
+        directory.settings = replace(settings, benchmarks=digests)
+        directory.finish(scores, rescored=True)
+    return path
+
+
+def tables() -> Console:
+    """Where tables go: as wide as the terminal, or wide enough for all columns."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+
+
+def conclude(path: Path, *, json: bool) -> None:
+    """Write the page; print the table, or everything as JSON; exit 1 if answers are missing."""
+    from rstar2.evaluate.page import write_page
+    from rstar2.evaluate.show import score_table
+    from rstar2.evaluate.store import read_results
+
+    page = write_page(path)
+    results = read_results(path)
+    if json:
+        typer.echo(encode(results).decode())
+    else:
+        tables().print(score_table(results))
+        progress.print(f"report: [bold]{page}[/]")
+    if not results.complete:
+        raise typer.Exit(1)
