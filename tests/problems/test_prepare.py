@@ -135,7 +135,7 @@ def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
             clean.WellFormed(),
             problem("What is two plus two?"),
             problem("Prove that two is prime."),
-            "Prove",
+            "prove",
         ),
         (
             clean.WellFormed(),

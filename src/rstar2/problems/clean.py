@@ -33,14 +33,15 @@ _INTEGER = re.compile(r"[+-]?\d+")
 _UNVERIFIABLE = re.compile(
     r"(?:^|[.!?]\s+)(?:prove|justify|sketch|draw|explain)\b|\b(?:prove that|justify your)\b"
     r"|\bexplain (?:why|how|your)\b|(?:^|[.!?,:;]\s+|\bto )show that\b"
-    r"|\b(?:sketch|draw) (?:the|a) (?:graph|diagram|figure|picture)\b",
-    re.IGNORECASE,
+    r"|\b(?:sketch|draw) (?:the|a) (?:graph|diagram|figure|picture)\b"
 )
+_UNVERIFIABLE_WORDS = ("prove", "justify", "sketch", "draw", "explain", "show that")
 """Asked for, not told of: a TV show that runs for 2 hours and a child who draws are fine."""
 _ELSEWHERE = re.compile(
-    r"\[asy\]|!\[|<img|\b(?:figure|diagram|picture|graph) (?:below|above|shown)", re.IGNORECASE
+    r"\[asy\]|!\[|<img|\b(?:figure|diagram|picture|graph) (?:below|above|shown)"
 )
-_PARTS = re.compile(r"(?:^|\n)\s*\(?[b-d][.)]\s", re.IGNORECASE)
+_ELSEWHERE_WORDS = ("[asy]", "![", "<img", " below", " above", " shown")
+_PARTS = re.compile(r"\n\s*\(?[b-d][.)]\s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +69,16 @@ class WellFormed:
             return f"prompt has fewer than {self.min_words} words"
         if "\ufffd" in problem.prompt:
             return "prompt has undecodable characters"
-        if match := _ELSEWHERE.search(problem.prompt):
+        lowered = problem.prompt.lower()  # to look for a word is ten times faster than to match
+        if any(map(lowered.__contains__, _ELSEWHERE_WORDS)) and (
+            match := _ELSEWHERE.search(lowered)
+        ):
             return f"refers to a picture: {match[0]!r}"
-        if match := _UNVERIFIABLE.search(problem.prompt):
+        if any(map(lowered.__contains__, _UNVERIFIABLE_WORDS)) and (
+            match := _UNVERIFIABLE.search(lowered)
+        ):
             return f"asks for more than an answer: {match[0]!r}"
-        if _PARTS.search(problem.prompt):
+        if "\n" in lowered and _PARTS.search(lowered):
             return "asks several questions"
         return None
 

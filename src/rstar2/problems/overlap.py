@@ -83,6 +83,12 @@ class Fingerprint:
         """One hash for every run of n words; a shorter text is one run."""
         n = min(n, len(self.words_T))
         count = len(self.words_T) - n + 1 if n else 0
+        if n & (n - 1) == 0 and n:  # runs of 8 from runs of 4 from runs of 2: the same sums
+            total, width = self.words_T, 1
+            while width < n:
+                total = total[:-width] * _POWERS[width] + total[width:]
+                width *= 2
+            return total
         total = np.zeros(count, dtype=np.uint64)
         for place in range(n):
             total = total * _MULTIPLIER + self.words_T[place : place + count]
@@ -90,6 +96,8 @@ class Fingerprint:
 
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_POWERS = {1 << i: np.uint64(pow(int(_MULTIPLIER), 1 << i, 1 << 64)) for i in range(8)}
+"""The multiplier to the power of 1, 2, 4 ..., modulo 2^64."""
 
 
 @lru_cache(maxsize=4)
@@ -97,7 +105,7 @@ def fingerprint(text: str) -> Fingerprint:
     """What both steps need of a text; they look at the same one in turn."""
     found = words(text)
     hashes = np.fromiter(map(_word_hash, found), dtype=np.uint64, count=len(found))
-    numbers = " ".join(word for word in found if "0" <= word[0] <= "9")
+    numbers = " ".join([word for word in found if "0" <= word[0] <= "9"])
     return Fingerprint(hashes, _word_hash(numbers))
 
 
@@ -205,15 +213,21 @@ class Duplicates:
         self._signatures.frombytes(signature.tobytes())
         if (earlier := self._exact.first(_hash(found.words_T.tobytes()), row)) != row:
             return "exact", earlier
-        width = self.HASHES // self.BANDS
         near = None
-        for band in range(self.BANDS):
-            part = signature[band * width : (band + 1) * width].tobytes()
-            key = _hash(part + found.numbers.to_bytes(8, "little") + bytes([band]))
+        for key in self._band_keys(signature, found.numbers):
             earlier = self._near.first(key, row)
             if near is None and earlier != row and self._similar(signature, earlier):
                 near = earlier
         return None if near is None else ("near", near)
+
+    def _band_keys(self, signature: np.ndarray, numbers: int) -> list[int]:
+        """One key for each band of the signature, together with the numbers of the text."""
+        parts = signature.reshape(self.BANDS, -1).astype(np.uint64)
+        keys = self._a[: self.BANDS] * np.uint64(numbers)
+        for column in parts.T:
+            keys = (keys ^ column) * _MULTIPLIER
+            keys ^= keys >> np.uint64(29)
+        return keys.tolist()  # type: ignore[no-any-return]
 
     def _signature(self, found: Fingerprint) -> np.ndarray:
         pairs = found.grams(2)
