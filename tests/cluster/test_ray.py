@@ -50,6 +50,7 @@ def recipe(directory: Path, **sections: Any) -> Path:
             "prompts_per_step": 4,
             "minibatches": 1,
             "roc": {"drawn": 8, "kept": 4},
+            "optimizer": {"warmup_steps": 1},
             "stages": [{"name": "stage1", "steps": STEPS, "max_length": 176, "max_turns": 4}],
         },
         "evaluation": {"count": 4, "samples": 1, "greedy": False},

@@ -58,11 +58,16 @@ def disconnect() -> None:
 
 
 def list_nodes() -> tuple[Node, ...]:
-    """Living nodes, in the order of their ids."""
+    """Living nodes, in the order of their ids; NodeError if Ray cannot tell."""
     import ray
+    from ray.exceptions import RayError
 
+    try:
+        entries = ray.nodes()
+    except (RayError, RuntimeError, OSError) as error:
+        raise NodeError(f"Ray does not tell its nodes: {_first_line(error)}") from error
     found = []
-    for entry in ray.nodes():
+    for entry in entries:
         if entry["Alive"]:
             resources = entry["Resources"]
             found.append(

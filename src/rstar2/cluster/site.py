@@ -27,6 +27,7 @@ from rstar2.cluster import nodes
 from rstar2.cluster.codeenv import RemoteServer
 from rstar2.cluster.engines import RemoteEngine
 from rstar2.cluster.learner import RemoteRanks
+from rstar2.cluster.nodes import NodeError
 from rstar2.cluster.placement import Ledger, Node, check_room, engine_need
 from rstar2.codeenv.client import CodeEnvClient
 from rstar2.config import Recipe
@@ -89,7 +90,10 @@ class Site:
         """Look at the nodes again and again."""
         while True:
             await asyncio.sleep(self.watch_s)
-            await self.look()
+            try:
+                await self.look()
+            except NodeError as error:
+                log.warning("nodes could not be looked at: %s", error)
 
     async def look(self) -> None:
         """Take notice of nodes that left or joined since the last look."""
