@@ -33,16 +33,24 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Mean and variance of the KV tokens that one rollout will hold, by interval."""
+    """Mean, variance and third central moment of the KV to be held, by interval."""
 
     mean: Array
     variance: Array
+    third: Array
+
+    def row(self, index: int) -> Demand:
+        """Of several rollouts' demands that of one."""
+        return Demand(self.mean[index], self.variance[index], self.third[index])
+
+    @property
+    def total(self) -> Demand:
+        """Several rollouts' demands added up."""
+        return Demand(self.mean.sum(axis=0), self.variance.sum(axis=0), self.third.sum(axis=0))
 
 
-def demands(
-    lengths: LengthModel, rollouts: Sequence[Outlook], *, width: int, block: int
-) -> list[Demand]:
-    """What each of the rollouts will hold over the next POINTS intervals of `width` steps."""
+def demands(lengths: LengthModel, rollouts: Sequence[Outlook], *, width: int, block: int) -> Demand:
+    """What the rollouts will hold over the next POINTS intervals of `width` steps, a row each."""
     starts = np.arange(POINTS, dtype=np.int64) * width
     prompt = np.array([r.prompt for r in rollouts], dtype=np.int64)[:, None]
     completion = np.array([r.completion for r in rollouts], dtype=np.int64)[:, None]
@@ -52,7 +60,8 @@ def demands(
     alive = np.where(now < limit, lengths.survival(completion, starts), 0.0)
     mean = tokens * alive
     variance = mean * (tokens - mean)
-    return [Demand(mean[i], variance[i]) for i in range(len(rollouts))]
+    third = variance * (tokens - 2 * mean)
+    return Demand(mean, variance, third)
 
 
 @dataclass(slots=True)
@@ -66,9 +75,9 @@ class Forecast:
     """The length table from which it was made."""
     mean: Array = field(default_factory=lambda: np.zeros(POINTS))
     variance: Array = field(default_factory=lambda: np.zeros(POINTS))
+    third: Array = field(default_factory=lambda: np.zeros(POINTS))
     z: float = 0.0
-    peak: float = 0.0
-    """The largest mean + z standard deviations ahead."""
+    """How many standard deviations a margin has, skewness apart."""
     peak_mean: float = 0.0
     fullest: int = 0
     """The interval in which the mean is largest."""
@@ -78,22 +87,28 @@ class Forecast:
     def add(self, demand: Demand) -> None:
         self.mean += demand.mean
         self.variance += demand.variance
+        self.third += demand.third
         self.settle()
 
     def remove(self, demand: Demand) -> None:
         self.mean -= demand.mean
         self.variance -= demand.variance
+        self.third -= demand.third
         self.settle()
 
     def settle(self) -> None:
         """Work out the peak anew."""
         self.fullest = int(self.mean.argmax())
         self.peak_mean = float(self.mean[self.fullest])
-        self.peak = self.peak_with(None)
         self.work = float(self.mean.sum()) * self.width
 
-    def peak_with(self, more: Demand | None) -> float:
-        """The peak if another rollout came."""
-        mean = self.mean if more is None else self.mean + more.mean
-        variance = self.variance if more is None else self.variance + more.variance
-        return float((mean + self.z * np.sqrt(np.maximum(variance, 0.0))).max())
+    def peak_with(self, more: Demand) -> float:
+        """The peak with its margin if another rollout came.
+
+        The margin is the normal quantile, corrected for skewness (Cornish-Fisher): a few rollouts
+        of which each may get long are likelier to exceed it than many.
+        """
+        variance = np.maximum(self.variance + more.variance, 0.0)
+        third = np.maximum(self.third + more.third, 0.0)
+        skewed = max(0.0, self.z**2 - 1) / 6 * third / np.maximum(variance, 1.0)
+        return float((self.mean + more.mean + self.z * np.sqrt(variance) + skewed).max())

@@ -93,7 +93,7 @@ class LengthModel:
         at_risk.reverse()
         edges, alive = [0.0], [1.0]
         for index, (ended, risk) in enumerate(zip(self._ended, at_risk, strict=False)):
-            share = ended / self._weight / (risk + 1.0) if risk >= self.least else 0.0
+            share = ended / self._weight / (risk + 1.0) if risk > self.least - 0.5 else 0.0
             edges.append(float(first_of(index + 1)))
             alive.append(alive[-1] * (1.0 - share))
         self._alive = np.interp(np.arange(int(edges[-1]) + 1), edges, alive)

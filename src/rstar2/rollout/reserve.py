@@ -14,7 +14,9 @@ Rules, in the order in which they are applied:
    engine with the least work ahead among those that have room.
 4. A turn runs where its prefix is, and waits there for a sequence slot: slots free sooner than a
    prefix is computed again. When more is expected of its engine than fits, it moves to one with
-   room; without such an engine it waits.
+   room; without such an engine it waits. Once no new rollout is left to even things out, it also
+   moves from an engine with much work ahead to one with little, if that pays for computing its
+   prefix again.
 5. A tool's wait keeps the reservation, so that the next turn finds its prefix, as long as nobody
    lacks the room. When somebody does, waits longer than `hold_s` give it up, longest first.
 6. When an engine would stand still for idle reservations, those of younger rollouts give way.
@@ -43,6 +45,12 @@ from rstar2.rollout.forecast import POINTS, Demand, Forecast, Outlook, demands
 from rstar2.rollout.lengths import LengthModel
 from rstar2.rollout.state import EngineState, Phase, Placement, Session, State
 from rstar2.types import EngineLoad
+
+UNEVEN = 1.15
+"""Work ahead is uneven when one engine has so many times another's."""
+RECOMPUTE = 1000
+"""Computing a token anew costs about as much as decoding reads of so many tokens of context (a 14B
+model on an MI300X: 1,100). Only moves that are not needed are weighed with it."""
 
 
 @dataclass(slots=True)
@@ -125,11 +133,12 @@ class Reserve:
             home = session.engine
             placement = None
             if home is not None and state.serves(home) and not self._overfull(state, home):
-                if state.engines[home].has_slot:
+                placement = self._rebalance(state, name, home)
+                if placement is None and state.engines[home].has_slot:
                     placement = state.start(name, home, None)
-            else:
+            elif not blocked:  # who lacks KV is not overtaken by others that do
                 placement = self._admit(state, name) or self._displace(state, name, session)
-                blocked = blocked or placement is None
+                blocked = placement is None
             if placement is None:
                 state.wait(name)
             else:
@@ -147,12 +156,31 @@ class Reserve:
             if engine != session.engine and state.engines[engine].has_slot
             if not (ahead := self._fresh(state, engine)).pressed or not ahead.demands
         ]
-        for ahead in sorted(found, key=_preference):
+        last = state.engines.get(session.last or "")
+        for ahead in sorted(found, key=lambda a: (a.engine is not last, _preference(a))):
             if demand is None:
                 demand = self._demand(session, ahead)
             if self._fits(ahead, demand):
                 return self._start(state, name, ahead, demand)
         return None
+
+    def _rebalance(self, state: State, name: str, home: str) -> Placement | None:
+        """Move a turn to an engine with much less ahead of it, where that ends everything sooner."""
+        if self.worst_case or len(state.engines) < 2 or state.next_new() is not None:
+            return None
+        session, here = state.sessions[name], self._fresh(state, home)
+        others = [
+            self._fresh(state, e) for e in state.serving if e != home and state.engines[e].has_slot
+        ]
+        target = min(others, key=_preference, default=None)
+        if target is None or here.forecast.work < UNEVEN * target.forecast.work:
+            return None
+        demand = self._demand(session, target)
+        work = float(demand.mean.sum()) * self._width
+        again = RECOMPUTE * session.tokens
+        if work < again or target.forecast.work + work + again >= here.forecast.work:
+            return None
+        return self._start(state, name, target, demand) if self._fits(target, demand) else None
 
     def _fits(self, ahead: _Ahead, demand: Demand) -> bool:
         """Whether the rollout fits with the margin; an empty engine takes any."""
@@ -185,13 +213,14 @@ class Reserve:
 
     def _demand(self, session: Session, ahead: _Ahead) -> Demand:
         outlook = Outlook(session.first_prompt, session.completion, session.request.limit)
-        return self._demands([outlook], ahead)[0]
+        return self._demands([outlook], ahead).row(0)
 
-    def _demands(self, outlooks: list[Outlook], ahead: _Ahead) -> list[Demand]:
+    def _demands(self, outlooks: list[Outlook], ahead: _Ahead) -> Demand:
         budget = ahead.engine.budget
         if self.worst_case:
-            zeros = np.zeros(POINTS)
-            return [Demand(zeros + budget.rounded(o.limit), zeros) for o in outlooks]
+            zeros = np.zeros((len(outlooks), POINTS))
+            limits = np.array([[float(budget.rounded(o.limit))] for o in outlooks])
+            return Demand(zeros + limits, zeros, zeros)
         block = budget.capacity.block_tokens
         return demands(self.lengths, outlooks, width=self._width, block=block)
 
@@ -219,15 +248,13 @@ class Reserve:
         outlooks = [Outlook(s.first_prompt, state.reached(s), s.request.limit) for s in sessions]
         if names:
             found = self._demands(outlooks, ahead)
-            forecast.mean = np.array([d.mean for d in found]).sum(axis=0)
-            forecast.variance = np.array([d.variance for d in found]).sum(axis=0)
-            ahead.demands = dict(zip(names, found, strict=True))
-            forecast.settle()
+            ahead.demands = {name: found.row(index) for index, name in enumerate(names)}
+            forecast.add(found.total)
             budget = engine.budget
             available = budget.total - len(names)  # everyone keeps one token at least
             cut = min(1.0, available / max(1.0, forecast.peak_mean))
-            at = forecast.fullest
-            budget.revise({n: max(1, int(cut * d.mean[at])) for n, d in ahead.demands.items()})
+            parts = np.maximum(1, (cut * found.mean[:, forecast.fullest]).astype(int)).tolist()
+            budget.revise(dict(zip(names, parts, strict=True)))
         ahead.forecast = forecast
         ahead.excess = max(0.0, ahead.excess - max(0.0, float(forecast.mean[0] - old.mean[0])))
 

@@ -77,6 +77,8 @@ class Session:
     first_prompt: int
     phase: Phase = Phase.WAITING
     engine: str | None = None
+    last: str | None = None
+    """Where it ran last: something of its prefix may still be cached there."""
     begun: bool = False
     tokens: int = 0
     """Known to be held: after the last turn, or as its next prompt."""
@@ -182,7 +184,7 @@ class State:
             raise InvariantError(f"{name} was started while it is {session.phase.name}")
         if not self.serves(engine_name):
             raise InvariantError(f"{name} was started on {engine_name}, which must not serve")
-        moved = session.begun and session.engine != engine_name
+        moved = session.begun and session.last != engine_name
         if session.engine is not None and session.engine != engine_name:
             self.evict(name)
         if reserve is not None:
@@ -190,6 +192,7 @@ class State:
         engine.running.add(name)
         engine.homed[name] = None
         session.engine, session.phase, session.begun = engine_name, Phase.RUNNING, True
+        session.last = engine_name
         session.started_at = engine.pulse
         return Placement(name, engine_name, engine.budget.held(name), moved)
 

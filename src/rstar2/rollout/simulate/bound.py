@@ -15,8 +15,8 @@ bounds:
 - and only rollouts whose own tokens (the group's shared prompt left out) fit the KV cache
   together: N >= (sum over all rollout steps of own tokens) / kv_tokens;
 - large steps are slow, and every rollout has to get through its S_i of them by T. The steps of i
-  take S_i step_s + sum u <= T - tools_i, so sum u <= U_i := T - tools_i - S_i step_s. Each engine
-  step is N's 1 = sum over its decoders of v / u at least, so N >= sum over i and its steps of v / u,
+  take S_i step_s + sum u <= T - tools_i, so sum u <= U_i := T - tools_i - S_i step_s. The v / u of
+  an engine step's decoders add up to 1 at most, so N >= sum of v / u over all i and their steps,
   and by Cauchy-Schwarz the steps of i contribute at least (sum of sqrt(v))^2 / U_i.
 
 The last one falls as T grows; the bound is the smallest T that satisfies all of them.
@@ -117,7 +117,7 @@ def _needs(rollout: RolloutPlan, model: EngineModel) -> _Needs:
 
 
 def _roots(model: EngineModel, held: int, more: int) -> float:
-    """Not more than the sum of sqrt(sequence_s + context_s x) for x = held + 1, ..., held + more."""
+    """At most the sum of sqrt(sequence_s + context_s x) over x = held + 1, ..., held + more."""
     if model.context_s == 0 or more < 1:
         return more * sqrt(model.sequence_s)
     # the root grows with x, so the integral from one step before is not larger than the sum

@@ -314,7 +314,7 @@ class SimulatedEngine:
         while self._waiting and len(self._running) < self.model.max_sequences:
             sequence = self._waiting[0]
             tokens = sequence.tokens
-            shared = min(sequence.shared_tokens, tokens - 1) // self.block
+            shared = max(0, sequence.shared_tokens - 1) // self.block
             users = self._group_users.get(sequence.group, 0)
             pinned = shared if users else 0
             if self._used + self._blocks(tokens + 1) - pinned > free:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,11 +21,9 @@ def recorded(
 ) -> Workload:
     """The rollouts of one recorded RL step, lengths and tool latencies as they were."""
     recipe = read_recipe(run)
-    limits = {s["name"]: s["max_length"] for s in recipe.get("rl", {}).get("stages", ())}
-    if stage not in limits:
-        raise UserError(f"{run} has no RL stage {stage!r}; it has {', '.join(limits) or 'none'}")
+    limit = _limit(run, recipe, stage)
     plans = [
-        _planned(trajectory, limits[stage])
+        _planned(trajectory, limit)
         for line in read_groups(run, stage)
         if line.step == step
         for trajectory in line.group.trajectories
@@ -34,6 +33,14 @@ def recorded(
         raise UserError(f"{run}: no rollouts of step {step} of {stage} are on record")
     count = engines or int(recipe.get("engine", {}).get("count", 1))
     return Workload(f"{stage}:{step}", tuple(plans), model, count, f"recorded in {run.name}")
+
+
+def _limit(run: Path, recipe: dict[str, Any], stage: str) -> int:
+    """The stage's length limit."""
+    limits = {s["name"]: int(s["max_length"]) for s in recipe.get("rl", {}).get("stages", ())}
+    if stage not in limits:
+        raise UserError(f"{run} has no RL stage {stage!r}; it has {', '.join(limits) or 'none'}")
+    return limits[stage]
 
 
 def _planned(trajectory: Trajectory, limit: int) -> RolloutPlan:
@@ -64,6 +71,7 @@ def fitted(run: Path, *, stage: str, steps: int = 20) -> Fit:
     the context that were on its engine meanwhile, on average; its prompt's share is included.
     """
     recipe = read_recipe(run)
+    _limit(run, recipe, stage)
     engine = recipe.get("engine", {})
     model = EngineModel(
         name=f"{run.name}/{stage}",

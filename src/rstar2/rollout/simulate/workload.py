@@ -6,7 +6,7 @@ response. All of it is drawn beforehand from a seed, so that every policy gets t
 The paper gives means and limits, not distributions; what is assumed here: the wanted length is
 log-normal with one part per problem (some are hard for every rollout) and one per rollout, and cut
 at the limit; calls are Poisson around a mean that grows with the length; turns share the tokens
-by a flat Dirichlet; tool latencies are log-normal.
+by a flat Dirichlet; tool latencies are log-normal, up to the deadline of a call.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from math import log
 import numpy as np
 
 from rstar2.rollout.simulate.model import EngineModel, from_hardware
+
+TOOL_DEADLINE_S = 60.0
+"""No call takes longer: the code environment ends it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +155,7 @@ def _rollout(
     calls = min(shape.turns - 1, int(rng.poisson(shape.calls * (wanted / shape.mean) ** 0.5)))
     responses = np.clip(rng.lognormal(log(70), 0.8, calls), 8, 512).astype(int)
     latencies = rng.lognormal(log(shape.tool_s) - shape.tool_sigma**2 / 2, shape.tool_sigma, calls)
+    latencies = np.minimum(latencies, TOOL_DEADLINE_S)
     shares = rng.dirichlet(np.ones(calls + 1))
     turns: list[TurnPlan] = []
     held = 0

@@ -1,0 +1,312 @@
+"""The simulator: hand-computed steps, conservation, determinism, and a bound that holds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rstar2.config import SchedulerConfig
+from rstar2.errors import DataError
+from rstar2.rollout.simulate.bound import lower_bound
+from rstar2.rollout.simulate.compare import (
+    POLICIES,
+    Case,
+    Result,
+    measure,
+    summarize,
+    table,
+    verdicts,
+)
+from rstar2.rollout.simulate.engine import Sequence, SimulatedEngine
+from rstar2.rollout.simulate.model import EngineModel, StepRow, fit, from_hardware
+from rstar2.rollout.simulate.simulation import Fault, Simulation
+from rstar2.rollout.simulate.workload import SHAPES, RolloutPlan, TurnPlan, Workload, draw
+
+MODEL = EngineModel(
+    "test",
+    kv_tokens=4096,
+    block_tokens=16,
+    max_sequences=32,
+    batch_tokens=512,
+    step_s=0.01,
+    sequence_s=0.001,
+    context_s=1e-6,
+    prefill_s=1e-4,
+    pair_s=1e-8,
+)
+
+
+def config(policy: str) -> SchedulerConfig:
+    return SchedulerConfig.model_validate({"policy": policy})
+
+
+def plan(name: str, prompt: int, *turns: tuple[int, float, int], limit: int = 1024) -> RolloutPlan:
+    made = tuple(TurnPlan(*turn) for turn in turns)
+    return RolloutPlan(name, name.split("/")[0], prompt, made, limit)
+
+
+def alone(sequence: Sequence, model: EngineModel = MODEL) -> tuple[SimulatedEngine, float]:
+    engine = SimulatedEngine("e", model)
+    engine.add(sequence, 0.0)
+    now = 0.0
+    while engine.next_time < inf:
+        now = engine.next_time
+        engine.boundary(now)
+    return engine, now
+
+
+# --------------------------------------------------------------------------- engine model
+
+
+def test_one_sequence_alone_by_hand() -> None:
+    engine, now = alone(Sequence("s", "g", prompt=100, new=4, shared_tokens=100))
+    prefill = 0.01 + 100 * 1e-4 + (100 * 99 // 2) * 1e-8
+    decode = sum(0.01 + 0.001 + 1e-6 * context for context in (101, 102, 103))
+    assert now == pytest.approx(prefill + decode)
+    assert engine.tally.decoded == 4
+    assert engine.tally.prefilled == 100
+    assert engine.tally.steps == 4
+
+
+def test_long_prompts_are_computed_in_chunks() -> None:
+    engine, now = alone(Sequence("s", "g", prompt=1000, new=1, shared_tokens=0))
+    assert engine.tally.steps == 2
+    assert now == pytest.approx(2 * 0.01 + 1000 * 1e-4 + (1000 * 999 // 2) * 1e-8)
+
+
+def test_many_steps_at_once_equal_single_steps() -> None:
+    """Cutting a run of steps short by arrivals that change nothing must not change time."""
+    model = replace(MODEL, max_sequences=1)
+    smooth, end = alone(Sequence("s", "g", 100, 500, 0), model)
+    engine = SimulatedEngine("e", model)
+    engine.add(Sequence("s", "g", 100, 500, 0), 0.0)
+    engine.boundary(0.0)
+    now = 0.0
+    for tick in range(40):
+        if tick % 3 == 0:
+            engine.add(Sequence(f"w{tick}", "g", 50, 1, 0), now + 1e-4)
+        now = engine.next_time
+        if engine.boundary(now).finished:
+            break
+    assert now == pytest.approx(end)
+    assert smooth.tally.decoded == 500
+
+
+def test_cached_prefix_is_not_computed_again() -> None:
+    engine = SimulatedEngine("e", MODEL)
+    first = Sequence("s", "g", prompt=96, new=33, shared_tokens=96)
+    engine.add(first, 0.0)
+    while engine.next_time < inf:
+        now = engine.next_time
+        engine.boundary(now)
+    # 128 of its 129 tokens have KV: eight whole blocks
+    again = Sequence("s", "g", prompt=149, new=1, shared_tokens=96, computed=first.computed)
+    engine.add(again, now)
+    before = engine.tally.prefilled
+    while engine.next_time < inf:
+        engine.boundary(engine.next_time)
+    assert engine.tally.prefilled - before == 149 - 128
+    assert engine.tally.recomputed == 0
+
+
+def test_group_prompt_is_computed_once() -> None:
+    engine = SimulatedEngine("e", MODEL)
+    for name in ("a", "b", "c"):
+        engine.add(Sequence(name, "g", prompt=160, new=4, shared_tokens=160), 0.0)
+    while engine.next_time < inf:
+        engine.boundary(engine.next_time)
+    # whole blocks before the last token are shared: 144 of 160
+    assert engine.tally.prefilled == 160 + 2 * 16
+
+
+def test_overflow_preempts_the_youngest_and_computes_it_again() -> None:
+    model = replace(MODEL, kv_tokens=512)
+    engine = SimulatedEngine("e", model)
+    for name in ("old", "young"):
+        engine.add(Sequence(name, name, prompt=100, new=300, shared_tokens=0), 0.0)
+    ended: list[str] = []
+    while engine.next_time < inf:
+        outcome = engine.boundary(engine.next_time)
+        ended += [sequence.session for sequence in outcome.finished]
+        assert {s.session for s in outcome.preempted} <= {"young"}
+    assert ended == ["old", "young"]
+    assert engine.tally.preemptions == 1
+    assert engine.tally.recomputed > 0
+    assert engine.tally.decoded == 600
+    assert engine.tally.kv_peak <= 1.0
+
+
+def test_fit_finds_the_figures_that_made_the_steps() -> None:
+    rows = [
+        StepRow(b, b * c, MODEL.step(b, b * c, p), p)
+        for b in (1, 4, 16)
+        for c in (10, 400)
+        for p in (0, 128)
+    ]
+    found = fit(EngineModel("bare", kv_tokens=4096), rows)
+    assert found.worst_error < 1e-6
+    assert found.model.step(7, 900, 30) == pytest.approx(MODEL.step(7, 900, 30))
+
+
+def test_engine_model_survives_json_and_refuses_unknown_keys(tmp_path: Path) -> None:
+    path = tmp_path / "engine.json"
+    path.write_text(MODEL.to_json())
+    assert EngineModel.from_json(path) == MODEL
+    path.write_text(json.dumps({"name": "x", "kv_tokens": 100, "speed": 3}))
+    with pytest.raises(DataError, match="unknown key 'speed'"):
+        EngineModel.from_json(path)
+    rows = [{"batch": b, "context": 10 * b, "seconds": 0.01 * b} for b in (1, 2, 3, 4)]
+    path.write_text(json.dumps({"name": "x", "kv_tokens": 100, "rows": rows}))
+    assert EngineModel.from_json(path).step(5, 50) == pytest.approx(0.05)
+
+
+def test_kv_of_the_papers_engines_from_memory_figures() -> None:
+    model = from_hardware(memory_share=0.9)
+    per_token = 2 * 40 * 8 * 128 * 2
+    free = 4 * (192e9 * 0.9 - 6e9) - 14.8e9 * 2
+    assert per_token == 163_840
+    assert model.kv_tokens == int(free / per_token) // 16 * 16 == 3_891_600
+
+
+# --------------------------------------------------------------------------- whole simulations
+
+workloads = st.builds(
+    lambda rollouts, engines, kv: Workload(
+        "random",
+        tuple(replace(r, id=f"{r.group}/{i}") for i, r in enumerate(rollouts)),
+        replace(MODEL, kv_tokens=kv),
+        engines,
+    ),
+    st.lists(
+        st.builds(
+            lambda group, turns: plan(f"{group}/0", 20 + 7 * group, *turns),
+            st.integers(0, 3),
+            st.lists(
+                st.tuples(st.integers(1, 150), st.floats(0, 3), st.integers(1, 60)),
+                min_size=1,
+                max_size=4,
+            ).map(lambda turns: [*turns[:-1], (turns[-1][0], 0.0, 0)]),
+        ),
+        min_size=1,
+        max_size=24,
+    ),
+    st.integers(1, 3),
+    st.sampled_from([1024, 1600, 4096]),
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(workload=workloads, policy=st.sampled_from(POLICIES))
+def test_every_rollout_ends_once_and_nothing_beats_the_bound(
+    workload: Workload, policy: str
+) -> None:
+    simulation = Simulation(workload, config(policy))
+    simulation.run()
+    assert len(simulation.ends) == len(workload.rollouts)
+    bound = lower_bound(workload)
+    assert simulation.now >= bound.seconds * (1 - 1e-9)
+    wanted = sum(turn.sampled for r in workload.rollouts for turn in r.turns)
+    assert sum(engine.tally.decoded for engine in simulation.engines) == wanted
+    assert simulation.observed.turns == sum(len(r.turns) for r in workload.rollouts)
+    for name in simulation.scheduler.engines:
+        budget = simulation.scheduler.budget(name)
+        assert budget.reserved == 0
+        assert budget.sessions == ()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    workload=workloads,
+    policy=st.sampled_from(POLICIES),
+    deaths=st.lists(
+        st.tuples(st.floats(0.01, 8.0), st.integers(0, 2), st.floats(0.01, 2.0)), max_size=4
+    ),
+)
+def test_deaths_lose_no_rollout(
+    workload: Workload, policy: str, deaths: list[tuple[float, int, float]]
+) -> None:
+    faults: dict[int, Fault] = {}
+    for time, engine, away in deaths:  # one death an engine: a second could hit it while away
+        faults[engine % workload.engines] = Fault(time, engine % workload.engines, time + away)
+    simulation = Simulation(workload, config(policy), faults=faults.values())
+    simulation.run()
+    assert len(simulation.ends) == len(workload.rollouts)
+    assert simulation.now >= lower_bound(workload).seconds * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_same_seed_same_result(policy: str) -> None:
+    shape = replace(SHAPES["short-slow-heavy"], problems=4, group=8, engines=2, memory_share=0.08)
+
+    def once(seed: int) -> Result:
+        return measure(draw(shape, seed), config(policy), before=draw(shape, seed + 1))
+
+    assert once(3) == once(3)
+    assert once(3) != once(4)
+
+
+def test_bound_of_one_rollout_is_what_it_takes_alone() -> None:
+    rollout = plan("g/0", 160, (10, 2.0, 30), (5, 0.0, 0))
+    workload = Workload("one", (rollout,), MODEL, 1)
+    simulation = Simulation(workload, config("worst_case"))
+    simulation.run()
+    bound = lower_bound(workload)
+    # beyond the bound: the whole prompt and the part of a block that cannot be reused
+    extra = simulation.now - bound.longest_s
+    assert bound.seconds >= 15 * 0.01 + 2.0
+    assert 0 <= extra < 0.05
+
+
+def test_more_engines_than_work_bound_by_the_longest() -> None:
+    rollouts = tuple(plan(f"g/{i}", 20, (50 + i, 0.0, 0)) for i in range(4))
+    bound = lower_bound(Workload("few", rollouts, MODEL, 16))
+    assert bound.seconds == bound.longest_s > bound.work_s
+
+
+def test_reservation_avoids_the_preemptions_of_its_rivals() -> None:
+    # small engines: 2 x 376K tokens for 320 rollouts of about 5K
+    shape = replace(SHAPES["short-fast-heavy"], problems=40, group=8, engines=2, memory_share=0.15)
+    workload, before = draw(shape, 0), draw(shape, 1)
+    chosen = ("reserve", "worst_case", "least_requests", "static_split")
+    results = {p: measure(workload, config(p), before=before) for p in chosen}
+    assert results["reserve"].preemptions == 0
+    assert results["worst_case"].preemptions == 0
+    assert results["least_requests"].preemptions > 0
+    assert results["worst_case"].makespan_s > 1.2 * results["reserve"].makespan_s
+    assert results["static_split"].makespan_s > 1.3 * results["reserve"].makespan_s
+    assert results["reserve"].cold_makespan_s is not None
+
+
+# --------------------------------------------------------------------------- reading results
+
+
+def result(policy: str, makespan: float, preemptions: int = 0) -> Result:
+    case = Case("stage1", "least_requests", 0, 0.01)
+    made = summarize(_tiny(case), policy)
+    return replace(made, workload="w", makespan_s=makespan, bound_s=100.0, preemptions=preemptions)
+
+
+def _tiny(case: Case) -> Simulation:
+    shape = replace(SHAPES[case.shape], problems=1, group=2, engines=1)
+    simulation = Simulation(draw(shape, case.seed), config(case.policy))
+    simulation.run()
+    return simulation
+
+
+def test_verdict_names_every_missed_target() -> None:
+    results = [result("reserve", 120.0), result("aimd", 100.0, 3), result("static_split", 150.0)]
+    (verdict,) = verdicts(results)
+    assert verdict.best == "aimd"
+    assert verdict.kv_short
+    assert len(verdict.missed) == 3
+    (good,) = verdicts([result("reserve", 105.0), result("aimd", 104.0)])
+    assert good.missed == ()
+    shown = table(results)
+    assert "1.200" in shown
+    assert "1.000*" in shown
