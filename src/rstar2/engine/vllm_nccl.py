@@ -115,7 +115,7 @@ def make_source(dtype: str) -> Any:
 
     wire: torch.dtype = getattr(torch, dtype)
 
-    class StateSource(WeightSource):  # type: ignore[misc]
+    class StateSource(WeightSource):
         """Each tensor once, in the wire's type, on this process's GPU."""
 
         state: Mapping[str, torch.Tensor] = {}
