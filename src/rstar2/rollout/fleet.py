@@ -251,7 +251,8 @@ class Fleet:
     def _dispatch(self) -> None:
         """Hand out everything that may start now."""
         decision = self.scheduler.decide(monotonic())
-        for engine in {change.engine for change in (*decision.evictions, *decision.placements)}:
+        touched = {e.engine for e in decision.evictions} | {p.engine for p in decision.placements}
+        for engine in touched:
             self._note(engine)
         for eviction in decision.evictions:
             if self.scheduler.knows(eviction.engine):
