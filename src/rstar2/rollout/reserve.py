@@ -165,7 +165,7 @@ class Reserve:
         return None
 
     def _rebalance(self, state: State, name: str, home: str) -> Placement | None:
-        """Move a turn to an engine with much less ahead of it, where that ends everything sooner."""
+        """Move a turn to an engine with much less work ahead, where that ends all of it sooner."""
         if self.worst_case or len(state.engines) < 2 or state.next_new() is not None:
             return None
         session, here = state.sessions[name], self._fresh(state, home)
