@@ -8,6 +8,7 @@ an engine whose node is gone comes back on another, or stays away until there is
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ from rstar2.engine.base import WeightUpdate
 from rstar2.engine.embedded import pack_state
 from rstar2.errors import DeadlineError, EngineError, UserError
 from rstar2.types import EngineCapacity, EngineLoad, Generation, Sampling
+
+log = logging.getLogger(__name__)
 
 PING_DEADLINE_S = 5.0
 STOP_DEADLINE_S = 15.0
@@ -41,6 +44,7 @@ class RemoteEngine:
         self._client: EngineClient | None = None
         self._capacity: EngineCapacity | None = None
         self._life = asyncio.Lock()
+        self._releases: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------ life
 
@@ -99,6 +103,7 @@ class RemoteEngine:
             nodes.kill(actor)
         if client is not None:
             await client.close()
+            await asyncio.gather(*self._releases, return_exceptions=True)
         self._ledger.release(self.name)
 
     async def cut(self) -> None:
@@ -122,9 +127,17 @@ class RemoteEngine:
         )
 
     async def release(self, session: str) -> None:
-        """Let a session's prefix go."""
+        """Let a session's prefix go; told in the background, as nobody needs to wait for it."""
         if self._client is not None:
-            await self._client.release(session)
+            task = asyncio.ensure_future(self._release(self._client, session))
+            self._releases.add(task)
+            task.add_done_callback(self._releases.discard)
+
+    async def _release(self, client: EngineClient, session: str) -> None:
+        try:
+            await client.release(session)
+        except (EngineError, DeadlineError) as error:  # the next turn or look will find it dead
+            log.info("%s was not released: %s", session, error)
 
     def capacity(self) -> EngineCapacity:
         """What the engine said it can hold when it was started."""
