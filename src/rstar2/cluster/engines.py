@@ -27,7 +27,7 @@ from rstar2.types import EngineCapacity, EngineLoad, Generation, Sampling
 
 log = logging.getLogger(__name__)
 
-PING_DEADLINE_S = 5.0
+PING_DEADLINE_S = 20.0
 STOP_DEADLINE_S = 15.0
 
 
