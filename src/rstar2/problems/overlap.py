@@ -227,7 +227,7 @@ class Duplicates:
         for column in parts.T:
             keys = (keys ^ column) * _MULTIPLIER
             keys ^= keys >> np.uint64(29)
-        return keys.tolist()  # type: ignore[no-any-return]
+        return keys.tolist()
 
     def _signature(self, found: Fingerprint) -> np.ndarray:
         pairs = found.grams(2)
