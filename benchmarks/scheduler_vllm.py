@@ -47,6 +47,7 @@ from rstar2.config import (
     TemplateConfig,
 )
 from rstar2.engine.vllm_server import ServerSettings
+from rstar2.errors import EngineError
 from rstar2.rollout.fleet import Fleet
 from rstar2.rollout.lengths import LengthModel
 from rstar2.rollout.scheduler import Scheduler
@@ -338,6 +339,10 @@ async def compare(
                     )
                     made.append(found)
             return made, fitted
+    except EngineError:
+        for engine in engines:
+            say(f"{engine.name}: {engine.last_words()}")
+        raise
     finally:
         await asyncio.gather(*(engine.close() for engine in engines))
 

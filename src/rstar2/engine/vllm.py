@@ -20,6 +20,7 @@ Weights travel as files (`weight_transfer = "files"`), or over NCCL between GPUs
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,6 +34,8 @@ from rstar2.types import EngineCapacity, EngineLoad, Finish, Generation, Samplin
 
 if TYPE_CHECKING:
     from rstar2.engine.vllm_nccl import NcclTransfer
+
+log = logging.getLogger(__name__)
 
 START_DEADLINE_S = 600.0
 """Longest wait for a server to be ready: imports, weights and, on GPUs, compilation."""
@@ -86,6 +89,7 @@ class VllmEngine:
         if self._client is not None:
             if await self._answers():
                 return
+            log.warning("%s is replaced: %s", self.name, self.last_words())
             await self.close()
         if self._server is not None:
             self._server.start()
@@ -101,6 +105,10 @@ class VllmEngine:
             raise
         self._version = STALE
         self._open.set()
+
+    def last_words(self) -> str:
+        """How our server ended, if it has, and the end of its log; for people."""
+        return "" if self._server is None else self._server.post_mortem()
 
     async def _answers(self) -> bool:
         if self._server is not None and not self._server.running:

@@ -27,7 +27,7 @@ from rstar2.errors import EngineError
 
 STOP_S = 30.0
 """How long the keeper may take to end its group."""
-TAIL_BYTES, TAIL_LINES, LINE_CHARS = 16_000, 15, 240
+TAIL_BYTES, TAIL_LINES, LINE_CHARS = 32_000, 40, 240
 
 
 @dataclass(frozen=True, slots=True)
