@@ -201,8 +201,8 @@ class SftConfig(Section):
     """Non-reasoning SFT: format only."""
 
     data: str = "arithmetic"
-    """`arithmetic` (the embedded task), `toolformat` (how to call Python, for pre-trained models) or
-    a JSONL file of conversations in messages form."""
+    """`arithmetic` (the embedded task), `toolformat` (how to call Python, for pre-trained models)
+    or a JSONL file of conversations in messages form."""
     steps: int = Field(640, ge=0)
     """Optimizer steps; 0 with `epochs` > 0 derives them from the data."""
     epochs: float = Field(0.0, ge=0)

@@ -1,5 +1,5 @@
-"""SFT conversations by name: `arithmetic` (the embedded task), `toolformat` (how to call Python, for
-pre-trained models) or a JSONL file in messages form.
+"""SFT conversations by name: `arithmetic` (the embedded task), `toolformat` (how to call Python,
+for pre-trained models) or a JSONL file in messages form.
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}],
      "tools": [...], "id": "...", "source": "..."}
