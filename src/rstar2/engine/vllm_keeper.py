@@ -9,8 +9,9 @@ resource trackers in it. Whatever ends first, the rest is ended too:
 - SIGTERM to the keeper: the API server is asked to end in order, then the rest is ended;
 - its parent, also by kill -9: the kernel sends the keeper SIGTERM, and all are killed at once.
 
-Killed processes cannot remove their shared memory any more (a vLLM server has some hundred MB), so
-what the group has mapped is remembered and removed once nobody is left.
+Killed processes cannot remove their shared memory any more (a vLLM server has some hundred MB).
+Resource trackers do it for those that died before, so they get time to end by themselves; what the
+others still had mapped is remembered and removed once nobody is left.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from types import FrameType
 SERVER = "vllm.entrypoints.openai.api_server"
 ORDERLY_S = 5.0
 """How long a server may take to end in order."""
+TRACKER_S = 10.0
+"""How long resource trackers may take once everything else is gone."""
+TRACKER = b"multiprocessing.resource_tracker"
 SHARED_MEMORY = re.compile(rb"/dev/shm/(?:psm_|sem\.mp-)[\w-]+")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -76,13 +80,15 @@ def keep(command: list[str], parent: int) -> int:
 def end_group(group: int) -> None:
     """Kill every other process of a group and remove the shared memory that they had mapped."""
     mapped: set[bytes] = set()
+    ends = time.monotonic() + TRACKER_S
     while others := [pid for pid in members(group) if pid != os.getpid()]:
         for pid in others:
             with contextlib.suppress(OSError):  # it ended meanwhile
                 mapped.update(SHARED_MEMORY.findall(Path(f"/proc/{pid}/maps").read_bytes()))
         for pid in others:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > ends or not _is_tracker(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
     for path in mapped:
         with contextlib.suppress(FileNotFoundError):
@@ -99,6 +105,13 @@ def members(group: int) -> list[int]:
                 if int(fields[2]) == group and fields[0] not in (b"Z", b"X"):
                     found.append(int(entry.name))
     return found
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it ended meanwhile
+        return False
 
 
 if __name__ == "__main__":
