@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rstar2.rollout.lengths import LengthModel, bucket, first_of
@@ -85,6 +85,7 @@ def test_quantile_of_equal_chances() -> None:
     assert model.quantile(0.999, completion=0, longest=20) == 20, "never above the limit"
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**6))
 def test_buckets_are_narrow_and_in_order(length: int) -> None:
     index = bucket(length)
@@ -92,6 +93,7 @@ def test_buckets_are_narrow_and_in_order(length: int) -> None:
     assert first_of(index + 1) - first_of(index) <= max(1, length / 15)
 
 
+@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 400), min_size=20, max_size=80),
     running=st.lists(st.integers(0, 400), max_size=20),

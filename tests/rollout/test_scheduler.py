@@ -180,7 +180,7 @@ def test_idle_reservations_give_way_when_the_engine_would_stand_still() -> None:
 
 
 def test_long_tool_waits_give_up_their_reservation_when_somebody_lacks_it() -> None:
-    made = scheduler(200)
+    made = scheduler(200, policy="reserve")  # nothing known: the limit is expected
     for name in ("g/0", "g/1"):
         ask(made, name)
     assert len(placed(made)) == 2
@@ -195,6 +195,15 @@ def test_long_tool_waits_give_up_their_reservation_when_somebody_lacks_it() -> N
     ask(made, "g/0", prompt=40)
     (again,) = made.decide(50.0).placements
     assert (again.session, again.engine, again.moved) == ("g/0", "e0", False)
+
+
+def test_worst_case_reservations_stay_however_long_the_tools_take() -> None:
+    made = scheduler(200)
+    for name in ("g/0", "g/1", "h/0"):
+        ask(made, name)
+    assert len(placed(made)) == 2
+    made.turn_ended("g/0", 30, now=0.0)
+    assert made.decide(1e6).evictions == ()
 
 
 def test_what_an_engine_reports_to_use_is_not_given_away() -> None:

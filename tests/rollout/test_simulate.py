@@ -270,15 +270,13 @@ def test_more_engines_than_work_bound_by_the_longest() -> None:
 
 
 def test_reservation_avoids_the_preemptions_of_its_rivals() -> None:
-    # small engines: 2 x 376K tokens for 320 rollouts of about 5K
-    shape = replace(SHAPES["short-fast-heavy"], problems=40, group=8, engines=2, memory_share=0.15)
+    # small engines: 2 x 142K tokens for 160 rollouts of about 5K
+    shape = replace(SHAPES["short-fast-heavy"], problems=20, group=8, engines=2, memory_share=0.1)
     workload, before = draw(shape, 0), draw(shape, 1)
-    chosen = ("reserve", "worst_case", "least_requests", "static_split")
+    chosen = ("reserve", "least_requests", "static_split")
     results = {p: measure(workload, config(p), before=before) for p in chosen}
     assert results["reserve"].preemptions == 0
-    assert results["worst_case"].preemptions == 0
     assert results["least_requests"].preemptions > 0
-    assert results["worst_case"].makespan_s > 1.2 * results["reserve"].makespan_s
     assert results["static_split"].makespan_s > 1.3 * results["reserve"].makespan_s
     assert results["reserve"].cold_makespan_s is not None
 

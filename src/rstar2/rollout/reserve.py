@@ -6,7 +6,8 @@ Rules, in the order in which they are applied:
    to the end: the peak of what they are expected to hold (`forecast.py`, from lengths learnt in
    this run; the limit where nothing is known) plus a margin, so that it fits with probability
    `quantile`. It reserves its part of that peak, and reservations never exceed the cache. The
-   variant `worst_case` reserves everyone's limit instead (the paper's rule).
+   variant `worst_case` reserves everyone's limit from the first turn to the end instead (the
+   paper's rule): no prefix ever has to go, which deterministic runs rely on.
 2. Turns of begun rollouts come before new rollouts, older rollouts before younger ones. They may
    use the margin. While one of them waits for KV no new rollout is admitted anywhere: nothing
    overtakes a begun rollout on its way to the end.
@@ -35,7 +36,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, inf
 from statistics import NormalDist
 
 import numpy as np
@@ -77,7 +78,7 @@ class Reserve:
         self, config: SchedulerConfig, lengths: LengthModel, *, worst_case: bool = False
     ) -> None:
         self.lengths = lengths
-        self.hold_s = config.hold_s
+        self.hold_s = inf if worst_case else config.hold_s
         self.worst_case = worst_case
         self._z = 0.0 if worst_case else max(0.0, NormalDist().inv_cdf(config.quantile))
         self._width = 1

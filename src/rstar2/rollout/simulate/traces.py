@@ -68,17 +68,19 @@ def fitted(run: Path, *, stage: str, steps: int = 20) -> Fit:
     """The speed of the run's own engines, from how long its recorded turns took.
 
     A turn of n tokens that took s seconds is one measured step of s / n, with the sequences and
-    the context that were on its engine meanwhile, on average; its prompt's share is included.
+    the context that were on its engine meanwhile, on average, and an n-th of the prompt tokens of
+    the turns that began there meanwhile.
     """
     recipe = read_recipe(run)
     _limit(run, recipe, stage)
     engine = recipe.get("engine", {})
+    embedded = engine.get("kind") == "embedded"
     model = EngineModel(
         name=f"{run.name}/{stage}",
         kv_tokens=int(engine.get("kv_tokens", 65_536)),
         max_sequences=int(engine.get("max_sequences", 256)),
-        block_tokens=16,
-        forgets=engine.get("kind") == "embedded",
+        block_tokens=1 if embedded else 16,  # ours reuses a prefix to the token
+        forgets=embedded,
     )
     groups = [line for line in read_groups(run, stage) if line.step <= steps]
     rows = [
@@ -105,13 +107,16 @@ def _measured(trajectories: list[Trajectory]) -> Iterator[StepRow]:
             held += sampled + len(turn.response_ids)
     for rows in turns.values():
         table = np.array(rows)
+        table = table[table[:, 0].argsort()]
         starts, ends, held_, sampled_ = table[:, 0], table[:, 1], table[:, 2], table[:, 3]
-        for start, end, _, sampled, fresh in rows:
+        prefilled = np.concatenate([[0.0], np.cumsum(np.maximum(0, table[:, 4]))])
+        for start, end, _, sampled, _ in rows:
+            first, last = np.searchsorted(starts, (start, end))
             overlap = np.clip(np.minimum(ends, end) - np.maximum(starts, start), 0, None)
             share = overlap / (end - start)
             yield StepRow(
                 batch=round(float(share.sum())),
                 context=round(float((share * (held_ + sampled_ / 2)).sum())),
                 seconds=(end - start) / sampled,
-                prefill=round(max(0, fresh) / sampled),
+                prefill=round(float(prefilled[last] - prefilled[first]) / sampled),
             )
