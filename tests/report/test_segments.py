@@ -31,8 +31,8 @@ def test_thought_code_result_answer() -> None:
         Segment("thought", "first"),
         Segment("code", "print(42)"),
         Segment("result", "42", "ok"),
-        Segment("thought", "so"),
-        Segment("answer", "42"),
+        Segment("thought", "so", turn=1),
+        Segment("answer", "42", turn=1),
     ]
 
 
@@ -41,7 +41,7 @@ def test_two_calls_in_a_turn_and_a_failure() -> None:
     text += "<tool_response>y</tool_response>after"
     found = segments(trajectory(text, (pair("one", OK), pair("two", FAILED))))
     assert [s.kind for s in found] == ["code", "code", "result", "result", "thought"]
-    assert found[3] == Segment("result", "ValueError: no", "exception", failed=True)
+    assert found[3] == Segment("result", "ValueError: no", "exception", failed=True, result=1)
 
 
 def test_a_made_up_tool_response_is_thought() -> None:

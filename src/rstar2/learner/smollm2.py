@@ -69,10 +69,8 @@ def load_weights(file: Path, eos: int, pad: int) -> LlamaForCausalLM:
     for name in ("quantization_config", "_model_name_or_path", "unk_token_id", "bos_token_id"):
         settings.pop(name, None)
     settings |= {"architectures": ["LlamaForCausalLM"], "eos_token_id": eos, "pad_token_id": pad}
-    with torch.device("meta"):  # weights drawn at random would only be overwritten
-        model = LlamaForCausalLM(LlamaConfig(**settings, bos_token_id=None))
-    model.load_state_dict(source.state_dict(), assign=True)
-    model.tie_weights()  # assigning has made two parameters of embedding and head
+    model = LlamaForCausalLM(LlamaConfig(**settings, bos_token_id=None))
+    model.load_state_dict(source.state_dict())
     return model
 
 

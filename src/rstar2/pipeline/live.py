@@ -276,12 +276,13 @@ class LiveView:
         dropped = f" {count('groups/dropped')} dropped, {count('groups/refilled')} refilled"
         cell("groups  ", count("groups/used"), dropped)
         text.append("  mismatch", style="dim").append(mismatch(v).rjust(15), style="bold")
-        if lost := int(v.get("rollouts/lost") or 0):
-            text.append(f"  {lost} rollouts lost", style="red")
         text.append("\n")
         text.append("  step    ", style="dim")
         text.append(f"{v.get('time/step') or 0:.1f} s".rjust(6), style="bold")
-        return text.append_text(self._split())
+        text.append_text(self._split())
+        if lost := int(v.get("rollouts/lost") or 0):
+            text.append(f"  {lost} rollouts lost", style="red")
+        return text
 
     def _split(self) -> Text:
         """Where the last step's time went."""
