@@ -267,7 +267,6 @@ class EmbeddedEngine:
                 if update.state is not None and not link.closed:
                     os.ftruncate(link.mailbox, 0)
 
-
     async def resume(self) -> None:
         """Let running requests go on after an update with `hold`."""
         self._alive().send(wire.Resume())
