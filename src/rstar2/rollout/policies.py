@@ -18,6 +18,7 @@ above 90% and on preemptions.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 from zlib import crc32
 
@@ -72,7 +73,7 @@ def make_policy(config: SchedulerConfig, lengths: LengthModel) -> Policy:
     raise InvariantError(f"no policy {config.policy}")
 
 
-class Eager:
+class Eager(ABC):
     """Base of the rivals: every waiting turn starts at once where `choose` says, if anywhere."""
 
     def decide(self, state: State, now: float) -> list[Placement]:
@@ -92,9 +93,9 @@ class Eager:
             placements.append(state.start(name_, engine, None))
         return placements
 
+    @abstractmethod
     def choose(self, state: State, name: str) -> str | None:
         """Where a rollout begins, or goes on when its engine is lost; None: not now."""
-        raise NotImplementedError
 
     def next_turn(self, state: State, name: str) -> str | None:
         """Where a begun rollout's turn runs: at home, while that serves."""
