@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 
 from rstar2.cluster.engine_http import EngineApp, EngineClient
-from rstar2.engine.embedded import EmbeddedEngine, pack_state
+from rstar2.engine.embedded import EmbeddedEngine
 from rstar2.errors import DeadlineError, EngineError, UserError
 from rstar2.learner.tiny import make_tiny
 from rstar2.types import Sampling
@@ -79,13 +79,10 @@ async def test_generation_over_http_equals_generation_here(model: Path) -> None:
 
 
 async def test_weights_arrive_and_are_held_until_resume(model: Path, tmp_path: Path) -> None:
-    from rstar2.engine.decoder import read_weights
-
     make_tiny(tmp_path / "other", 1)
-    other = read_weights(tmp_path / "other")
     async with served(model) as (_, client, _):
         before = await client.score(PROMPT, 60)
-        await client.weights(3, pack_state(other), hold=True)
+        await client.weights(3, tmp_path / "other", hold=True)
         assert (await client.load()).version == 3
         assert await client.score(PROMPT, 60) != before
         asked = asyncio.ensure_future(

@@ -1,8 +1,8 @@
 """The same recipe on several machines, by Ray.
 
 Ray places parts on nodes, supervises them and tells when one is gone; data goes as on one machine:
-tokens and weights over HTTP, gradients over torch.distributed, tool calls to one code environment
-per node.
+tokens over HTTP, weights as files in the run directory, gradients over torch.distributed, tool
+calls to one code environment per node.
 
     driver (rstar2 train): controller, scheduler, agent loops, record
       ├── EngineHost  x engine.count     an engine behind HTTP           engine_http.py, hosts.py

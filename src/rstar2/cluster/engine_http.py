@@ -1,22 +1,20 @@
 """One engine behind HTTP: what `base.Engine` promises, over the network.
 
-    POST /generate /score /release /resume   GET /load /capacity   PUT /weights?version=&hold=
+    POST /generate /score /release /resume /weights   GET /load /capacity
 
-Bodies are msgpack of the nouns; token ids travel as int32 bytes, weights as one safetensors file.
-Every request carries a bearer token. A client that hangs up cancels its generation, so that its KV
-is free again. Errors come back by name: 400 the caller's, 503 the engine's, 504 a deadline.
+Bodies are msgpack of the nouns; token ids travel as int32 bytes. Weights do not travel here: they
+are in a directory that both sides see, and `/weights` names it. Every request carries a bearer
+token. A client that hangs up cancels its generation, so that its KV is free again. Errors come back
+by name: 400 the caller's, 503 the engine's, 504 a deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import shutil
-import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
 
 import httpx
 import msgspec
@@ -27,7 +25,6 @@ from rstar2.errors import DeadlineError, EngineError, InfrastructureError, UserE
 from rstar2.types import EngineCapacity, EngineLoad, Generation, Sampling
 
 CONTROL_DEADLINE_S = 300.0
-FAST_DIRECTORY = Path("/dev/shm")
 SLACK_S = 5.0
 """The engine keeps a generation's deadline itself; the client stops waiting this much later."""
 
@@ -46,6 +43,14 @@ class Generate(msgspec.Struct, frozen=True):
     sampling: Sampling
     session: str
     deadline_s: float
+
+
+class TakeWeights(msgspec.Struct, frozen=True):
+    """Weights that are to be installed, by the directory they are in."""
+
+    version: int
+    path: str
+    hold: bool
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -76,7 +81,7 @@ class EngineApp:
             await _answer(send, 401, _encode(Failed("user", "no or another token")))
             return
         body = await _body(receive)
-        work = asyncio.ensure_future(self._handle(scope["path"], scope["query_string"], body))
+        work = asyncio.ensure_future(self._handle(scope["path"], body))
         gone = asyncio.ensure_future(_until_gone(receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -87,9 +92,9 @@ class EngineApp:
             gone.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
 
-    async def _handle(self, path: str, query: bytes, body: bytes) -> tuple[int, bytes]:
+    async def _handle(self, path: str, body: bytes) -> tuple[int, bytes]:
         try:
-            return 200, _encode(await self._call(path, query, body))
+            return 200, _encode(await self._call(path, body))
         except UserError as error:
             return 400, _encode(Failed("user", str(error)))
         except DeadlineError as error:
@@ -97,7 +102,7 @@ class EngineApp:
         except (InfrastructureError, msgspec.MsgspecError) as error:
             return 503, _encode(Failed("engine", str(error)))
 
-    async def _call(self, path: str, query: bytes, body: bytes) -> Any:
+    async def _call(self, path: str, body: bytes) -> Any:
         engine = self.engine
         match path:
             case "/generate":
@@ -119,21 +124,10 @@ class EngineApp:
             case "/resume":
                 return await engine.resume() if hasattr(engine, "resume") else None
             case "/weights":
-                return await self._weights(parse_qs(query.decode()), body)
+                new = _decode(body, type=TakeWeights)
+                update = WeightUpdate(new.version, path=Path(new.path), hold=new.hold)
+                return await engine.update_weights(update)
         raise UserError(f"no such path: {path}")
-
-    async def _weights(self, query: dict[str, list[str]], body: bytes) -> None:
-        with tempfile.TemporaryDirectory(
-            prefix="rstar2-weights-", dir=FAST_DIRECTORY if _fits(len(body)) else None
-        ) as name:
-            await asyncio.to_thread((Path(name) / "model.safetensors").write_bytes, body)
-            version, hold = int(query["version"][0]), query["hold"][0] == "1"
-            await self.engine.update_weights(WeightUpdate(version, path=Path(name), hold=hold))
-
-
-def _fits(size: int) -> bool:
-    """Whether a file of this size can be kept in memory."""
-    return FAST_DIRECTORY.is_dir() and shutil.disk_usage(FAST_DIRECTORY).free > 2 * size
 
 
 async def _body(receive: Receive) -> bytes:
@@ -199,8 +193,8 @@ class EngineClient:
     async def resume(self) -> None:
         await self._ask("POST", "/resume")
 
-    async def weights(self, version: int, data: bytes, *, hold: bool) -> None:
-        await self._ask("PUT", f"/weights?version={version}&hold={int(hold)}", data)
+    async def weights(self, version: int, path: Path, *, hold: bool) -> None:
+        await self._ask("POST", "/weights", _encode(TakeWeights(version, str(path), hold)))
 
     async def close(self) -> None:
         await self._http.aclose()

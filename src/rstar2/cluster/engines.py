@@ -21,7 +21,6 @@ from rstar2.cluster.nodes import NodeError
 from rstar2.cluster.placement import Ledger, Need
 from rstar2.config import Recipe
 from rstar2.engine.base import WeightUpdate
-from rstar2.engine.embedded import pack_state
 from rstar2.errors import DeadlineError, EngineError, UserError
 from rstar2.types import EngineCapacity, EngineLoad, Generation, Sampling
 
@@ -33,6 +32,8 @@ STOP_DEADLINE_S = 15.0
 
 class RemoteEngine:
     """`base.Engine` over an EngineHost."""
+
+    weight_transfer = "files"
 
     def __init__(
         self, need: Need, recipe: Recipe, model: Path | str, ledger: Ledger, notify: Any
@@ -154,12 +155,10 @@ class RemoteEngine:
         return await self._alive().score(token_ids, CONTROL_DEADLINE_S)
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Send new weights as one safetensors file."""
-        client = self._alive()
-        if update.state is None:
-            raise UserError(f"{self.name}: weights are sent over the network: give the tensors")
-        data = await asyncio.to_thread(pack_state, update.state)
-        await client.weights(update.version, data, hold=update.hold)
+        """Name the directory of the new weights; the engine's node reads them itself."""
+        if update.path is None:
+            raise UserError(f"{self.name}: version {update.version} must come as files")
+        await self._alive().weights(update.version, update.path, hold=update.hold)
 
     async def resume(self) -> None:
         """Go on after an update with `hold`."""

@@ -62,32 +62,33 @@ async def publish(
     version: WeightVersion,
     probe_ids: Sequence[int],
     *,
+    shared: Path | None = None,
     tolerance: float = PROBE_TOLERANCE,
     deadline_s: float = 600.0,
 ) -> dict[str, float]:
     """Give all engines the learner's weights as `version` and prove each; returns metrics.
 
     Engines with `weight_transfer = "files"` get a safetensors directory, all others the tensors.
+    `shared` is a directory that engines on other machines see too; without it all are here.
     """
     started = time.monotonic()
     by_files = [e for e in engines if getattr(e, "weight_transfer", "memory") == "files"]
     by_memory = [e for e in engines if e not in by_files]
-    state = await asyncio.to_thread(learner.state)
-    size = sum({value.data_ptr(): value.nbytes for value in state.values()}.values())
     expected = (await asyncio.to_thread(learner.logprobs, [list(probe_ids)]))[0]
 
     async def send(update: WeightUpdate, targets: Sequence[Engine]) -> None:
         await asyncio.gather(*(_update(e, update, deadline_s) for e in targets))
 
-    sends = [send(WeightUpdate(version, state=state, hold=True), by_memory)]
+    size = 0
+    if by_memory or shared is None:
+        state = await asyncio.to_thread(learner.state)
+        size = sum({value.data_ptr(): value.nbytes for value in state.values()}.values())
+        await send(WeightUpdate(version, state=state, hold=True), by_memory)
     if by_files:
-        with _fast_directory(size) as directory:
+        with _directory_for(size, shared) as directory:
             await asyncio.to_thread(learner.export, directory / "model")
-            update = WeightUpdate(version, path=directory / "model", hold=True)
-            sends.append(send(update, by_files))
-            await asyncio.gather(*sends)
-    else:
-        await asyncio.gather(*sends)
+            size = sum(file.stat().st_size for file in directory.rglob("*.safetensors"))
+            await send(WeightUpdate(version, path=directory / "model", hold=True), by_files)
     gaps = await asyncio.gather(
         *(_prove(e, version, probe_ids, expected, deadline_s) for e in engines)
     )
@@ -146,12 +147,13 @@ async def _prove(
 
 
 @contextmanager
-def _fast_directory(size: int) -> Iterator[Path]:
-    """A temporary directory in memory if twice the weights fit there."""
-    fits = FAST_DIRECTORY.is_dir() and shutil.disk_usage(FAST_DIRECTORY).free > 2 * size
-    with tempfile.TemporaryDirectory(
-        prefix="rstar2-weights-", dir=FAST_DIRECTORY if fits else None
-    ) as name:
+def _directory_for(size: int, shared: Path | None) -> Iterator[Path]:
+    """A temporary directory: where all machines see it, or in memory if twice the weights fit."""
+    if shared is not None:
+        shared.mkdir(parents=True, exist_ok=True)
+    elif FAST_DIRECTORY.is_dir() and shutil.disk_usage(FAST_DIRECTORY).free > 2 * size:
+        shared = FAST_DIRECTORY
+    with tempfile.TemporaryDirectory(prefix="rstar2-weights-", dir=shared) as name:
         yield Path(name)
 
 

@@ -52,6 +52,8 @@ Notify = Callable[..., None]
 TINY, SMOLLM2 = "tiny", "smollm2"
 PROBE_TOKENS = 64
 PUBLISH_ATTEMPTS = 3
+WEIGHTS = "weights"
+"""Below the run directory: weights on their way to engines on other machines."""
 
 
 class Parts:
@@ -60,6 +62,7 @@ class Parts:
     def __init__(
         self,
         recipe: Recipe,
+        directory: Path,
         model_dir: Path | str,
         tokenizer: PreTrainedTokenizerFast,
         learner: LearnerGroup,
@@ -68,7 +71,7 @@ class Parts:
         site: Site | None = None,
         notify: Notify = lambda event, **facts: None,
     ) -> None:
-        self.recipe, self.model_dir = recipe, model_dir
+        self.recipe, self.directory, self.model_dir = recipe, directory, model_dir
         self.site, self.notify = site, notify
         self.tokenizer, self.learner = tokenizer, learner
         self.template = Template(tokenizer, recipe.template)
@@ -220,7 +223,14 @@ class Parts:
     async def _prove(self, engines: Sequence[Engine], version: WeightVersion) -> dict[str, float]:
         """Publish to these engines; what they may differ by depends on their number format."""
         tolerance = probe_tolerance(self.recipe.model.dtype)
-        return await publish(self._weights, engines, version, self._probe, tolerance=tolerance)
+        return await publish(
+            self._weights,
+            engines,
+            version,
+            self._probe,
+            shared=None if self.site is None else self.directory / WEIGHTS,
+            tolerance=tolerance,
+        )
 
     @property
     def _probe(self) -> tuple[int, ...]:
@@ -272,13 +282,16 @@ async def open_parts(
     """Make or load the model and its learner; engines start when they are first needed."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="learner")
     loop = asyncio.get_running_loop()
+    shutil.rmtree(directory / WEIGHTS, ignore_errors=True)  # left by a driver that was killed
     try:
         model_dir = await loop.run_in_executor(executor, find_model, recipe, directory)
         async with _site(recipe, notify) as site:
             tokenizer, learner = await loop.run_in_executor(
                 executor, load_model, recipe, model_dir, site
             )
-            parts = Parts(recipe, model_dir, tokenizer, learner, executor, site=site, notify=notify)
+            parts = Parts(
+                recipe, directory, model_dir, tokenizer, learner, executor, site=site, notify=notify
+            )
             try:
                 yield parts
             finally:
