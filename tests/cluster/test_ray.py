@@ -27,8 +27,8 @@ pytestmark = pytest.mark.timeout(3000)
 
 DEADLINE_S = 900.0
 STEPS = 3
-FAULT_STEPS = 16
-HANG_S = float(os.environ.get("RSTAR2_TEST_HANG_S", "10"))
+FAULT_STEPS = 48
+HANG_S = float(os.environ.get("RSTAR2_TEST_HANG_S", "20"))
 """On a machine that is busy with other things an engine may seem to hang: give it longer there."""
 
 
@@ -166,14 +166,20 @@ def test_two_nodes_train_as_one_machine_does(
     alone, together = steps(tmp_path / "alone"), steps(tmp_path / "cluster")
     assert [m["step"] for m in together] == list(range(1, STEPS + 1))
     for mine, theirs in zip(together, alone, strict=True):
-        same, other = timeless(mine), timeless(theirs)
-        assert same.keys() == other.keys()
-        assert same == pytest.approx(other, rel=1e-3, abs=1e-4)
+        assert figures_of(mine) == pytest.approx(figures_of(theirs), rel=1e-3, abs=1e-4)
     tokens = [
         [t.token_ids for line in read_groups(run, "stage1") for t in line.group.trajectories]
         for run in (tmp_path / "cluster", tmp_path / "alone")
     ]
     assert tokens[0] == tokens[1], "every rollout is the same, token for token"
+
+
+def figures_of(metrics: dict[str, Any]) -> dict[str, float]:
+    """What must not depend on where it was computed; files of weights have a header."""
+    found = timeless(metrics)
+    assert found.pop("stage") == "stage1"
+    del found["weights/megabytes"]
+    return found
 
 
 # --------------------------------------------------------------------------- faults

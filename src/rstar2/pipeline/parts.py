@@ -95,6 +95,8 @@ class Parts:
         self._starting: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._changing = asyncio.Lock()
+        self._lost: set[str] = set()
+        """Engines that died and do not serve again yet."""
 
     # ------------------------------------------------------------------ learning
 
@@ -191,6 +193,7 @@ class Parts:
                 log.warning("weights %d were not published, trying again: %s", version, error)
         for engine in engines:
             fleet.join(engine.name, version)
+            self._back(engine, version)
         self._published = version
         return metrics
 
@@ -211,14 +214,21 @@ class Parts:
 
     async def _recover(self, engine: Engine) -> WeightVersion:
         """Start a dead engine again with the weights that the others serve."""
-        self.notify("lost", part=engine.name)
+        if engine.name not in self._lost:
+            self._lost.add(engine.name)
+            self.notify("lost", part=engine.name)
         await engine.start()
         async with self._changing:
             if self._published is None:
                 raise EngineError(f"{engine.name} comes back with the next weights")
             await self._prove([engine], self._published)
-        self.notify("back", part=engine.name, version=self._published)
+        self._back(engine, self._published)
         return self._published
+
+    def _back(self, engine: Engine, version: WeightVersion) -> None:
+        if engine.name in self._lost:
+            self._lost.discard(engine.name)
+            self.notify("back", part=engine.name, version=version)
 
     async def _prove(self, engines: Sequence[Engine], version: WeightVersion) -> dict[str, float]:
         """Publish to these engines; what they may differ by depends on their number format."""
