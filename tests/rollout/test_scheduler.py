@@ -216,6 +216,14 @@ def test_what_an_engine_reports_to_use_is_not_given_away() -> None:
     assert len(placed(made)) >= 20
 
 
+def test_an_engine_at_rest_uses_nothing_whatever_it_repeats() -> None:
+    made = taught(scheduler(1000, policy="reserve"), 20)
+    made.reported("e0", EngineLoad(1000, 0, 0, 0, 0))
+    for index in range(60):
+        ask(made, f"g/{index}")
+    assert len(placed(made)) >= 20
+
+
 def test_preempting_engine_gets_nothing_new_until_it_stops() -> None:
     made = scheduler(300)
     ask(made, "g/0")

@@ -10,7 +10,7 @@ from rstar2.engine.vllm import VllmEngine
 from rstar2.engine.vllm_server import ServerSettings
 from rstar2.types import EngineLoad
 
-KV_TOKENS = 2048
+KV_TOKENS = 4096
 MAX_LENGTH = 512
 SEQUENCES = 32
 

@@ -11,6 +11,7 @@ from serving import KV_TOKENS, MAX_LENGTH, SEQUENCES, until
 
 from rstar2.engine.base import WeightUpdate
 from rstar2.engine.vllm import STALE, VllmEngine
+from rstar2.engine.vllm_server import STEP_TOKENS
 from rstar2.errors import DeadlineError, EngineError, UserError, WeightUpdateError
 from rstar2.learner.weights import publish
 from rstar2.types import EngineCapacity, Finish, Generation, Sampling
@@ -85,6 +86,14 @@ async def test_a_seed_draws_the_same_whatever_runs_beside_it(engines: Engines) -
     beside = await asyncio.gather(*crowd)
     assert beside[11].token_ids == alone.token_ids
     assert len({g.token_ids for g in beside}) > 1
+
+
+async def test_seeded_prompts_may_be_more_than_one_step_computes(engines: Engines) -> None:
+    prompts = [[10 + i, *range(40, 240)] for i in range(3 * STEP_TOKENS // 400)]
+    found = await asyncio.gather(
+        *(sample(engines[0], prompt, 4, seed=i) for i, prompt in enumerate(prompts))
+    )
+    assert [len(generation.token_ids) for generation in found] == [4] * len(prompts)
 
 
 async def test_what_cannot_be_served_is_the_callers_mistake(engines: Engines) -> None:

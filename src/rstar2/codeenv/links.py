@@ -114,6 +114,7 @@ class WorkerLink(asyncio.Protocol):
         lost = Lost(f"worker {self.name} ended without an answer")
         if not self._hello.done():
             self._hello.set_exception(lost)
+            self._hello.exception()  # heard, even if its spawn was given up before it was awaited
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_exception(lost)
 

@@ -133,7 +133,7 @@ class SchedulerConfig(Section):
         "aimd",
     ] = "reserve"
     """`reserve` is ours; the others are there to be compared with (docs/scheduler.md)."""
-    quantile: float = Field(0.99, gt=0, lt=1)
+    quantile: float = Field(0.95, gt=0, lt=1)
     """`reserve`: what was admitted to an engine fits its KV cache to the end with this chance."""
     hold_s: float = Field(20.0, ge=0)
     """`reserve`: a tool's wait longer than this gives up its KV when others lack it."""

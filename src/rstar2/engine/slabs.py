@@ -62,6 +62,11 @@ class LayerCache(NamedTuple):
     values: torch.Tensor
     """[rows * kv_heads, length, head_dim]"""
 
+    def first(self, count: int) -> LayerCache:
+        """The same of the first rows alone."""
+        heads = count * self.rows.shape[2]
+        return LayerCache(self.rows[:, :count], self.keys[:heads], self.values[:heads])
+
 
 def _views(data: torch.Tensor) -> list[LayerCache]:
     flat = data.flatten(2, 3)
@@ -90,6 +95,8 @@ class Slab:
         shape = (layers, 2, 0, kv_heads, length, head_dim)
         self._data = torch.zeros(shape, device=device, dtype=dtype)
         self._views = _views(self._data)
+        self._decoding: list[LayerCache] = []
+        """Views of the active rows, made when they are next asked for."""
 
     def _resize(self, capacity: int) -> None:
         layers, two, _, *row = self._data.shape
@@ -100,6 +107,7 @@ class Slab:
         data[:, :, live:] = 0
         self._data = data
         self._views = _views(data)
+        self._decoding = []
 
     @property
     def capacity(self) -> int:
@@ -108,6 +116,12 @@ class Slab:
     def layer(self, index: int) -> LayerCache:
         """Views of one layer; valid until a row is added or removed."""
         return self._views[index]
+
+    def decoding(self, index: int) -> LayerCache:
+        """The same of the rows that decode."""
+        if not self._decoding:
+            self._decoding = [view.first(self.active) for view in self._views]
+        return self._decoding[index]
 
     def row(self, row: int, tokens: int) -> torch.Tensor:
         """The first `tokens` keys and values of a row: [layers, 2, kv_heads, tokens, head_dim]."""
@@ -126,6 +140,7 @@ class Slab:
             raise InvariantError(f"row {row} decodes already")
         target = self.active
         self.active += 1
+        self._decoding = []
         if row == target:
             return []
         held = self._data[:, :, target].clone()
@@ -139,6 +154,7 @@ class Slab:
         moved = []
         if row < self.active:
             self.active -= 1
+            self._decoding = []
             moved += self._move(self.active, row)
             row = self.active
         moved += self._move(len(self.owners) - 1, row)

@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,9 @@ from rstar2.errors import EngineError
 
 STOP_S = 30.0
 """How long the keeper may take to end its group."""
-TAIL_BYTES, TAIL_LINES, LINE_CHARS = 32_000, 40, 240
+CAUSE_LINES, TAIL_LINES, LINE_CHARS = 30, 20, 240
+STEP_TOKENS = 2048
+"""Tokens that a server on a CPU computes in one step, at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,10 @@ def arguments_of(settings: ServerSettings, socket: Path) -> list[str]:
         blocks = settings.kv_tokens // settings.block_tokens + 1
         words += ["--block-size", str(settings.block_tokens), "--enforce-eager"]
         words += ["--num-gpu-blocks-override", str(blocks)]
+        # A prompt that is computed in parts makes vLLM turn back the generator of a seeded request,
+        # which generators of CPUs cannot: the engine would die of it.
+        words += ["--no-enable-chunked-prefill"]
+        words += ["--max-num-batched-tokens", str(max(STEP_TOKENS, settings.max_length))]
     if settings.weight_backend is not None:
         words += ["--weight-transfer-config", f'{{"backend": "{settings.weight_backend}"}}']
     return [*words, *settings.arguments]
@@ -147,13 +154,19 @@ class VllmServer:
         return f"server process {self._process.pid} {state}; its last words:\n{self.tail()}"
 
     def tail(self) -> str:
-        """The last lines of the server's log."""
+        """The first errors in the server's log that are not mere echoes, and its last lines."""
         if self._directory is None or not (self._directory / "log").exists():
             return ""
-        with (self._directory / "log").open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = log.read().decode("utf-8", "replace").splitlines()
-        return "\n".join(line[:LINE_CHARS] for line in lines[-TAIL_LINES:])
+        causes: list[str] = []
+        last: deque[str] = deque(maxlen=TAIL_LINES)
+        with (self._directory / "log").open(encoding="utf-8", errors="replace") as log:
+            for line in log:
+                short = line.rstrip()[:LINE_CHARS]
+                last.append(short)
+                if " ERROR " in short and not short.startswith("(APIServer"):
+                    causes.append(short)
+        causes = causes[:CAUSE_LINES]
+        return "\n".join([*causes, "...", *last] if causes else last)
 
     async def stop(self) -> None:
         """End every process of the group and remove the directory; idempotent."""

@@ -8,7 +8,7 @@ sentence with other numbers is another problem.
   is out. A text shorter than n words counts as one gram.
 - `Duplicates`: exact (same words), and near: same numbers in the same order and about two
   thirds of word pairs in common, estimated by MinHash: one word in twenty may differ. Memory is
-  some 200 bytes a row, in flat arrays.
+  some 300 bytes a row, in flat arrays.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Contamination:
 
 
 class HashTable:
-    """uint64 -> row number in two flat arrays (open addressing): 12 bytes an entry, at most 24."""
+    """uint64 -> row number in two flat arrays (open addressing): 18 to 36 bytes an entry."""
 
     def __init__(self) -> None:
         self._resize(1 << 12)
@@ -141,7 +141,7 @@ class HashTable:
 
     def first(self, key: int, row: int) -> int:
         """The row that had this key first; `row` itself if it is new."""
-        if self._count * 2 >= len(self._keys):
+        if self._count * 3 >= len(self._keys) * 2:
             self._grow()
         key = key or 1  # 0 marks a free place
         mask = len(self._keys) - 1

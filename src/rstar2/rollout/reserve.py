@@ -103,7 +103,9 @@ class Reserve:
         ahead = self._fresh(state, name)
         engine = ahead.engine
         engine.budget.used = load.kv_used
-        ahead.excess = max(0.0, load.kv_used - float(ahead.forecast.mean[0]))
+        # an engine at rest may repeat its last figure: what nobody uses is nobody's excess
+        excess = load.kv_used - float(ahead.forecast.mean[0]) if load.running else 0.0
+        ahead.excess = max(0.0, excess)
         ahead.pressed = load.preemptions > engine.preemptions
         engine.preemptions = load.preemptions
 
