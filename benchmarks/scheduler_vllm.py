@@ -386,13 +386,14 @@ def in_turns(policies: Sequence[str]) -> list[str]:
 
 
 def beside(made: Sequence[Measured], policy: str) -> tuple[float, float]:
-    """Tokens a second of ours and of a rival that ran in between; the pair of the median ratio."""
-    pairs = [
-        ((before.speed + after.speed) / 2, one.speed)
+    """Tokens a second of ours and of a rival that ran in between: their median ratio counts."""
+    found = [
+        (one.speed, (before.speed + after.speed) / 2 / one.speed)
         for before, one, after in zip(made, made[1:], made[2:], strict=False)
         if one.policy == policy
     ]
-    return sorted(pairs, key=lambda pair: pair[0] / pair[1])[len(pairs) // 2]
+    theirs = statistics.median(speed for speed, _ in found)
+    return theirs * statistics.median(ratio for _, ratio in found), theirs
 
 
 def rows_of(made: Sequence[Measured], policies: Sequence[str]) -> list[Row]:

@@ -34,7 +34,7 @@ makespans over a lower bound that no schedule can beat; docs/scheduler.md derive
 
 Examples:
 
-  rstar2 simulate                                all policies on all workloads (a quarter hour)
+  rstar2 simulate                                all policies on all workloads (an hour; see --jobs)
   rstar2 simulate stage2 --scale 0.25            one workload on 4 engines, a quarter of the work
   rstar2 simulate stage3 --policies reserve,aimd --timeline out/
   rstar2 simulate --trace runs/tiny --stage stage1 --step 3 --engine model.json
