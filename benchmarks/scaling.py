@@ -213,8 +213,8 @@ def plot(found: dict[tuple[int, int], Measured], path: Path) -> None:
     chart = line_chart(
         series,
         title="driver CPU per rollout, ms",
-        x_name="rollouts a step",
-        y_range=(0.0, 0.0),
+        x_name="rollouts",
+        y_range=(0.0, 1.3 * max(case.per_rollout_ms for case in found.values())),
     )
     write_chart(str(chart), [s.name for s in series], path)
 
