@@ -224,6 +224,18 @@ def test_an_engine_at_rest_uses_nothing_whatever_it_repeats() -> None:
     assert len(placed(made)) >= 20
 
 
+def test_prompts_that_reports_show_to_be_shared_are_not_reserved_again() -> None:
+    made = taught(scheduler(2000, policy="reserve"), 20)
+    for index in range(64):
+        ask(made, f"g/{index}", prompt=50)
+    alone = len(placed(made))
+    for _ in range(30):  # all of them hold 50 tokens, of which 40 are one and the same
+        made.reported("e0", EngineLoad(40 + 10 * alone, alone, 0, 0, 0))
+    made.turn_ended("g/0", 60)  # the engine has moved on: its forecast is made anew
+    together = alone + len(placed(made))
+    assert together > 1.4 * alone
+
+
 def test_preempting_engine_gets_nothing_new_until_it_stops() -> None:
     made = scheduler(300)
     ask(made, "g/0")

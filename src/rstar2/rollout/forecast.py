@@ -29,6 +29,8 @@ class Outlook:
     prompt: int
     completion: int
     limit: int
+    shared: int = 0
+    """Tokens of its prompt that others of its group hold anyway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +57,11 @@ def demands(lengths: LengthModel, rollouts: Sequence[Outlook], *, width: int, bl
     prompt = np.array([r.prompt for r in rollouts], dtype=np.int64)[:, None]
     completion = np.array([r.completion for r in rollouts], dtype=np.int64)[:, None]
     limit = np.array([r.limit for r in rollouts], dtype=np.int64)[:, None]
+    shared = np.array([r.shared for r in rollouts], dtype=np.int64)[:, None]
     now = prompt + completion + starts
-    tokens = -(-np.minimum(now + width, limit) // block) * block
     alive = np.where(now < limit, lengths.survival(completion, starts), 0.0)
+    # those with whom a prompt is shared may end first: they are still there by the same chance
+    tokens = -(-np.minimum(now + width, limit) // block) * block - shared * alive
     mean = tokens * alive
     variance = mean * (tokens - mean)
     third = variance * (tokens - 2 * mean)

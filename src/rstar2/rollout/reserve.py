@@ -24,8 +24,9 @@ Rules, in the order in which they are applied:
 7. Forecasts and reservations are made anew when the length table is, and as the engine advances.
    When more turns out to be expected than there is, all reservations there are cut in proportion
    and nothing new is admitted until it fits again.
-8. What an engine reports to use beyond its forecast is taken from its capacity; an engine that
-   reports preemptions gets no new rollout until it reports none.
+8. What an engine reports to use beyond its forecast is taken from its capacity; what it uses less
+   than its running rollouts would hold apart shows how much of their prompts they share, and is
+   not reserved again. An engine that reports preemptions gets no new rollout until it reports none.
 
 No starvation: by 2 and 6 the oldest rollout is never overtaken on its way and can displace every
 idle reservation of an engine on which nothing runs; ages are fixed at the first submit, so each
@@ -47,6 +48,9 @@ from rstar2.rollout.lengths import LengthModel
 from rstar2.rollout.state import EngineState, Phase, Placement, Session, State
 from rstar2.types import EngineLoad
 
+ENOUGH, SMOOTHING, TRUST = 8, 0.2, 0.75
+"""How many rollouts must run for a report to tell how much they share; the weight of one report;
+and the part of what they share that is given away."""
 UNEVEN = 1.15
 """Work ahead is uneven when one engine has so many times another's."""
 RECOMPUTE = 1000
@@ -65,6 +69,8 @@ class _Ahead:
     """Preemptions were reported."""
     excess: float = 0.0
     """KV that the engine reports to use beyond what was expected by now."""
+    sharing: float = 0.0
+    """The part of all prompts that rollouts of one group share, as far as reports show it."""
 
     @property
     def room(self) -> float:
@@ -106,8 +112,18 @@ class Reserve:
         # an engine at rest may repeat its last figure: what nobody uses is nobody's excess
         excess = load.kv_used - float(ahead.forecast.mean[0]) if load.running else 0.0
         ahead.excess = max(0.0, excess)
+        if not load.waiting and len(engine.running) >= ENOUGH and not self.worst_case:
+            seen = self._sharing(state, engine, load.kv_used)
+            ahead.sharing += SMOOTHING * (seen - ahead.sharing)
         ahead.pressed = load.preemptions > engine.preemptions
         engine.preemptions = load.preemptions
+
+    def _sharing(self, state: State, engine: EngineState, used: int) -> float:
+        """Which part of their prompts the running rollouts share, as they use so little."""
+        running = [state.sessions[name] for name in engine.running]
+        prompts = sum(s.first_prompt for s in running)
+        apart = sum(engine.budget.rounded(s.first_prompt + state.reached(s)) for s in running)
+        return min(1.0, max(0.0, (apart - used) / prompts))
 
     # ------------------------------------------------------------------ decisions
 
@@ -215,8 +231,7 @@ class Reserve:
             self._width = -(-limit // POINTS)
 
     def _demand(self, session: Session, ahead: _Ahead) -> Demand:
-        outlook = Outlook(session.first_prompt, session.completion, session.request.limit)
-        return self._demands([outlook], ahead).row(0)
+        return self._demands([_outlook(session, session.completion, ahead)], ahead).row(0)
 
     def _demands(self, outlooks: list[Outlook], ahead: _Ahead) -> Demand:
         budget = ahead.engine.budget
@@ -248,7 +263,7 @@ class Reserve:
         forecast = Forecast(self._width, engine.pulse, self.lengths.tables, z=self._z)
         names = list(ahead.demands)
         sessions = [state.sessions[name] for name in names]
-        outlooks = [Outlook(s.first_prompt, state.reached(s), s.request.limit) for s in sessions]
+        outlooks = [_outlook(s, state.reached(s), ahead) for s in sessions]
         if names:
             found = self._demands(outlooks, ahead)
             ahead.demands = {name: found.row(index) for index, name in enumerate(names)}
@@ -315,6 +330,11 @@ class Reserve:
         assert engine is not None
         state.evict(name)
         self.left(state, name, engine)
+
+
+def _outlook(session: Session, completion: int, ahead: _Ahead) -> Outlook:
+    shared = int(TRUST * ahead.sharing * session.first_prompt)
+    return Outlook(session.first_prompt, completion, session.request.limit, shared)
 
 
 def _preference(ahead: _Ahead) -> tuple[float, int]:
