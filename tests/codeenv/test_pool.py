@@ -197,6 +197,18 @@ async def test_stats_count_outcomes(pool: Pool) -> None:
 # --------------------------------------------------------------------------- verification
 
 
+async def test_what_fails_at_the_end_of_a_program_is_told_and_changes_nothing(pool: Pool) -> None:
+    writer = "import sys\nclass Writer:\n    def write(self, text): return len(text)\n"
+    result = await run(pool, f"{writer}sys.stdout = Writer()\n40 + 2")
+    assert (result.outcome, result.value) == (Outcome.OK, "42")
+    assert "ignored at exit: AttributeError: 'Writer' object has no attribute" in result.stderr
+
+
+async def test_closed_streams_have_nothing_left_to_say(pool: Pool) -> None:
+    result = await run(pool, "import sys\nsys.stdout.close()\n6 * 7")
+    assert (result.outcome, result.value, result.stderr) == (Outcome.OK, "42", "")
+
+
 async def test_trusted_function_returns_its_value(pool: Pool) -> None:
     result = await pool.verify(VerifyRequest("v1", "echo", {"obj": [1, None]}, deadline_s=60))
     assert (result.value, result.error) == ("[1, null]", None)

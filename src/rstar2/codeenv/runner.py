@@ -10,6 +10,7 @@ from __future__ import annotations
 import _random
 import ast
 import atexit
+import contextlib
 import gc
 import io
 import linecache
@@ -228,8 +229,8 @@ def finish(record: Record, result_fd: int) -> None:
     A program that ended well and has no value to show says nothing: its exit status is enough.
     """
     if len(threading._active) > 1:  # type: ignore[attr-defined]
-        _quietly(threading._shutdown)  # type: ignore[attr-defined]
-    _quietly(atexit._run_exitfuncs)
+        _at_exit(threading._shutdown)  # type: ignore[attr-defined]
+    _at_exit(atexit._run_exitfuncs)
     flush()
     if record.kind != frames.NOTHING:
         hand_in(record, result_fd)
@@ -237,11 +238,17 @@ def finish(record: Record, result_fd: int) -> None:
 
 def flush() -> None:
     """Everything printed leaves the process."""
-    _quietly(sys.__stdout__.flush)  # type: ignore[union-attr]
-    _quietly(sys.__stderr__.flush)  # type: ignore[union-attr]
+    _at_exit(_flush, sys.__stdout__)
+    _at_exit(_flush, sys.__stderr__)
     for stream, original in ((sys.stdout, sys.__stdout__), (sys.stderr, sys.__stderr__)):
-        if stream is not original and stream is not None:
-            _quietly(stream.flush)
+        if stream is not original:
+            _at_exit(_flush, stream)
+
+
+def _flush(stream: Any) -> None:
+    """As an interpreter does at its end: what is closed or gone has nothing left to say."""
+    if stream is not None and not getattr(stream, "closed", False):
+        stream.flush()
 
 
 def hand_in(record: Record, result_fd: int) -> None:
@@ -251,12 +258,18 @@ def hand_in(record: Record, result_fd: int) -> None:
         data = data[os.write(result_fd, data) :]
 
 
-def _quietly(function: Any) -> None:
-    """Closing rites of a program that ended already: what they raise changes nothing."""
+def _at_exit(function: Any, *args: Any) -> None:
+    """Closing rites of a program that ended already: what they raise is told, and changes nothing.
+
+    The program's own hooks may raise anything, and may have closed standard error.
+    """
     try:
-        function()
-    except BaseException:  # noqa: BLE001 - the program's own hooks may raise anything
-        return
+        function(*args)
+    except BaseException as error:  # noqa: BLE001 - see above
+        with contextlib.suppress(OSError):
+            os.write(
+                2, f"Exception ignored at exit: {headline(error)}\n".encode("utf-8", "replace")
+            )
 
 
 def run_program(source: str, namespace: dict[str, Any], limit: int, result_fd: int) -> int:

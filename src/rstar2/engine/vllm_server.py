@@ -163,9 +163,9 @@ class VllmServer:
             for line in log:
                 short = line.rstrip()[:LINE_CHARS]
                 last.append(short)
-                if " ERROR " in short and not short.startswith("(APIServer"):
+                mere_echo = short.startswith("(APIServer")
+                if " ERROR " in short and not mere_echo and len(causes) < CAUSE_LINES:
                     causes.append(short)
-        causes = causes[:CAUSE_LINES]
         return "\n".join([*causes, "...", *last] if causes else last)
 
     async def stop(self) -> None:
