@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from rstar2.config import load_recipe
 from rstar2.config.preflight import check_supported
+from rstar2.engine import http
 from rstar2.engine.make import make_engines
 from rstar2.engine.vllm import VllmEngine, _joined, _rest, _sampled_under
 from rstar2.engine.vllm_client import Gauges, VllmClient, read_gauges
@@ -186,3 +189,54 @@ def test_the_keeper_leaves_nothing_behind(death: str) -> None:
                     os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not members(group))
         parent.kill()
+
+
+# --------------------------------------------------------------------------- connections
+
+
+@asynccontextmanager
+async def listening(path: Path, answer: Callable[[], Awaitable[None]]) -> AsyncIterator[list[int]]:
+    """A server on a socket; yields how many requests each connection has brought so far."""
+    brought: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        index = len(brought)
+        brought.append(0)
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                brought[index] += 1
+                await answer()
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_unix_server(serve, path):
+        yield brought
+
+
+async def test_all_turns_of_an_engine_are_asked_for_at_once(tmp_path: Path) -> None:
+    """No client holds back what the scheduler has placed: each of 300 waits for all the others."""
+    together = asyncio.Barrier(300)
+
+    async def answer() -> None:
+        await together.wait()
+
+    async with listening(tmp_path / "s", answer):
+        client = VllmClient("e", socket=tmp_path / "s")
+        await asyncio.gather(*(client._ask("GET", "/", 30.0) for _ in range(300)))
+        await client.close()
+
+
+async def test_a_connection_that_the_server_may_close_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "IDLE_S", 0.2)
+
+    async def answer() -> None: ...
+
+    async with listening(tmp_path / "s", answer) as brought:
+        client = VllmClient("e", socket=tmp_path / "s")
+        await client._ask("GET", "/", 30.0)
+        await asyncio.sleep(0.5)
+        await client._ask("GET", "/", 30.0)
+        await client.close()
+    assert brought == [1, 1]

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import httpx
 
+from rstar2.engine.http import connections
 from rstar2.errors import DeadlineError, EngineError, UserError
 from rstar2.types import Finish, Message
 
@@ -45,7 +46,7 @@ class OpenAIChat:
         self.model = model
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(None, connect=CONNECT_DEADLINE_S)  # reads: see `complete`
-        self._http = httpx.AsyncClient(headers=headers, timeout=timeout)
+        self._http = httpx.AsyncClient(headers=headers, timeout=timeout, limits=connections())
 
     async def __aenter__(self) -> Self:
         try:

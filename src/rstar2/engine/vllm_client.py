@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
+from rstar2.engine.http import connections
 from rstar2.errors import DeadlineError, EngineError, UserError
 from rstar2.types import Finish, Generation, Sampling, VersionSpan
 
@@ -101,11 +102,10 @@ class VllmClient:
     def __init__(self, name: str, *, url: str | None = None, socket: Path | None = None) -> None:
         assert (url is None) != (socket is None)
         self.name = name
-        transport = None if socket is None else httpx.AsyncHTTPTransport(uds=str(socket))
-        unbounded = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        path = None if socket is None else str(socket)
         self._http = httpx.AsyncClient(
             base_url=(url or "http://engine").rstrip("/"),
-            transport=transport or httpx.AsyncHTTPTransport(limits=unbounded),
+            transport=httpx.AsyncHTTPTransport(uds=path, limits=connections()),
             timeout=httpx.Timeout(None, connect=CONNECT_DEADLINE_S),  # reads: see `_ask`
         )
 

@@ -48,7 +48,7 @@ from rstar2.rollout.lengths import LengthModel
 from rstar2.rollout.state import EngineState, Phase, Placement, Session, State
 from rstar2.types import EngineLoad
 
-ENOUGH, SMOOTHING, TRUST = 8, 0.2, 0.75
+ENOUGH, SMOOTHING, TRUST = 8, 0.2, 0.5
 """How many rollouts must run for a report to tell how much they share; the weight of one report;
 and the part of what they share that is given away."""
 UNEVEN = 1.15
