@@ -45,7 +45,7 @@ import numpy as np
 from rstar2.config import SchedulerConfig
 from rstar2.rollout.forecast import POINTS, Demand, Forecast, Outlook, demands
 from rstar2.rollout.lengths import LengthModel
-from rstar2.rollout.state import EngineState, Phase, Placement, Session, State
+from rstar2.rollout.state import EngineState, Phase, Placement, Request, Session, State
 from rstar2.types import EngineLoad
 
 ENOUGH, SMOOTHING, TRUST = 8, 0.2, 0.5
@@ -71,6 +71,8 @@ class _Ahead:
     """KV that the engine reports to use beyond what was expected by now."""
     sharing: float = 0.0
     """The part of all prompts that rollouts of one group share, as far as reports show it."""
+    refused: Request | None = None
+    """Who found no room last; asked again only when something has changed here."""
 
     @property
     def room(self) -> float:
@@ -103,6 +105,7 @@ class Reserve:
         ahead = self._ahead.get(engine)
         if ahead is not None and (demand := ahead.demands.pop(name, None)) is not None:
             ahead.forecast.remove(demand)
+            ahead.refused = None
 
     def reported(self, state: State, name: str, load: EngineLoad) -> None:
         """An engine has told its load."""
@@ -115,6 +118,7 @@ class Reserve:
         if not load.waiting and len(engine.running) >= ENOUGH and not self.worst_case:
             seen = self._sharing(state, engine, load.kv_used)
             ahead.sharing += SMOOTHING * (seen - ahead.sharing)
+        ahead.refused = None
         ahead.pressed = load.preemptions > engine.preemptions
         engine.preemptions = load.preemptions
 
@@ -174,6 +178,7 @@ class Reserve:
             for engine in state.serving
             if engine != session.engine and state.engines[engine].has_slot
             if not (ahead := self._fresh(state, engine)).pressed or not ahead.demands
+            if ahead.refused != session.request
         ]
         last = state.engines.get(session.last or "")
         for ahead in sorted(found, key=lambda a: (a.engine is not last, _preference(a))):
@@ -181,6 +186,7 @@ class Reserve:
                 demand = self._demand(session, ahead)
             if self._fits(ahead, demand):
                 return self._start(state, name, ahead, demand)
+            ahead.refused = session.request
         return None
 
     def _rebalance(self, state: State, name: str, home: str) -> Placement | None:
@@ -218,6 +224,7 @@ class Reserve:
         if home is not None:
             self.left(state, name, home)
         ahead.forecast.add(demand)
+        ahead.refused = None
         part = max(1, ceil(demand.mean[ahead.forecast.fullest]))
         placement = state.start(name, engine_name, min(part, ahead.engine.budget.free))
         ahead.demands[name] = demand
@@ -273,7 +280,7 @@ class Reserve:
             cut = min(1.0, available / max(1.0, forecast.peak_mean))
             parts = np.maximum(1, (cut * found.mean[:, forecast.fullest]).astype(int)).tolist()
             budget.revise(dict(zip(names, parts, strict=True)))
-        ahead.forecast = forecast
+        ahead.forecast, ahead.refused = forecast, None
         ahead.excess = max(0.0, ahead.excess - max(0.0, float(forecast.mean[0] - old.mean[0])))
 
     def _overfull(self, state: State, name: str) -> bool:
@@ -307,6 +314,7 @@ class Reserve:
             if ahead.engine.running:
                 continue
             ahead.excess = 0.0  # nothing runs: nothing is used beyond what is held
+            ahead.refused = None
             younger = sorted(
                 ((state.sessions[n].rank, n) for n in ahead.demands if n != name), reverse=True
             )
