@@ -21,6 +21,7 @@ import msgspec
 
 from rstar2.engine import wire
 from rstar2.engine.base import Engine, WeightUpdate
+from rstar2.engine.http import connections
 from rstar2.errors import DeadlineError, EngineError, InfrastructureError, UserError
 from rstar2.types import EngineCapacity, EngineLoad, Generation, Sampling
 
@@ -28,9 +29,8 @@ CONTROL_DEADLINE_S = 300.0
 SLACK_S = 5.0
 """The engine keeps a generation's deadline itself; the client stops waiting this much later."""
 
-KEEP_CLIENT_S, KEEP_SERVER_S = 60.0, 600
-"""How long idle connections are kept: the client gives them up long before the server does, so a
-connection that is used again is never one that the other side has just closed."""
+KEEP_SERVER_S = 600
+"""How long a server keeps idle connections; clients give them up long before (`connections`)."""
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -161,11 +161,7 @@ class EngineClient:
         self._http = httpx.AsyncClient(
             base_url=url,
             headers={"authorization": f"Bearer {token}"},
-            limits=httpx.Limits(
-                max_connections=None,
-                max_keepalive_connections=None,
-                keepalive_expiry=KEEP_CLIENT_S,
-            ),
+            limits=connections(),
             timeout=None,
             trust_env=False,
         )
