@@ -1,5 +1,7 @@
 """The nouns of rstar2: everything that crosses a boundary between two stages.
 
+Longer than other files on purpose: who wants to know what a word means here looks in one place.
+
 All are frozen, slotted dataclasses, so they can be shared between tasks and threads, and all
 travel as JSON through `encode` and `decode` without loss. A trajectory is explained best by
 building one:
