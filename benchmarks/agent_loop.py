@@ -24,7 +24,7 @@ from common import Row, arguments, finish, say
 from rstar2.agent.loop import ToolRunner, run_trajectory
 from rstar2.agent.parser import TOOL_NAME, parse_turn
 from rstar2.agent.template import Template
-from rstar2.codeenv.client import CodeEnvClient
+from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.config import AgentConfig, CodeEnvConfig, SamplingConfig, TemplateConfig
 from rstar2.learner.tiny import make_tokenizer

@@ -25,9 +25,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from common import Row, arguments, finish, interleave, median, say
-from rstar2.codeenv import warmup
-from rstar2.codeenv.bench import PROGRAMS, quantile
-from rstar2.codeenv.client import CodeEnvClient
+from rstar2.codeenv.client.bench import PROGRAMS, quantile
+from rstar2.codeenv.client.client import CodeEnvClient
+from rstar2.codeenv.jail import warmup
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.config import CodeEnvConfig
 from rstar2.types import Limits, Outcome

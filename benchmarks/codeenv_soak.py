@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common import Row, arguments, finish, say
-from rstar2.codeenv.bench import quantile
-from rstar2.codeenv.client import CodeEnvClient
+from rstar2.codeenv.client.bench import quantile
+from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.config import CodeEnvConfig
 from rstar2.types import Limits, Outcome, ToolResult

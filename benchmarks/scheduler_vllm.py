@@ -40,7 +40,7 @@ from common import Row, arguments, finish, say
 from forced import ForcedEngine, Plan, Script, draw_plans, problems
 from rstar2.agent.loop import run_trajectory
 from rstar2.agent.template import Template
-from rstar2.codeenv.client import CodeEnvClient
+from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.config import (
     AgentConfig,
     CodeEnvConfig,

@@ -16,7 +16,7 @@ import re
 import sys
 from pathlib import Path
 
-from rstar2.codeenv.client import CodeEnvClient
+from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.codeenv.protocol import VerifyRequest
 from rstar2.config import CodeEnvConfig
 

@@ -48,7 +48,7 @@ def modules() -> dict[str, Path]:
 
 
 def part(module: str) -> str:
-    """The top-level part of a module: rstar2.codeenv.jail -> codeenv."""
+    """The top-level part of a module: rstar2.codeenv.jail.confine -> codeenv."""
     return module.split(".")[1] if "." in module else ""
 
 

@@ -23,12 +23,13 @@ import tempfile
 from pathlib import Path
 from typing import NoReturn
 
-from rstar2.codeenv import cgroups, jail, syscalls
+from rstar2.codeenv.jail import cgroups, confine, syscalls
 
 HERE = Path(__file__).resolve().parent
 USER = 12_345
 _FLAGS = (
-    jail.NEWNS | jail.NEWPID | jail.NEWNET | jail.NEWIPC | jail.NEWUTS | jail.NEWCGROUP
+    confine.NEWNS | confine.NEWPID | confine.NEWNET
+    | confine.NEWIPC | confine.NEWUTS | confine.NEWCGROUP
 )  # fmt: skip
 
 
@@ -64,19 +65,19 @@ def main(variant: str) -> int:
 def enter(variant: str, base: str, group: cgroups.Group) -> NoReturn:
     """In between: join the groups, leave the namespaces, become the parent of the cell's init."""
     try:
-        jail.die_with_parent()
+        confine.die_with_parent()
         cgroups.join(group, os.getpid())
         if os.geteuid() == 0:
             syscalls.checked(syscalls.libc.unshare(_FLAGS), "unshare")
         else:
             uid, gid = os.geteuid(), os.getegid()
-            syscalls.checked(syscalls.libc.unshare(_FLAGS | jail.NEWUSER), "unshare")
+            syscalls.checked(syscalls.libc.unshare(_FLAGS | confine.NEWUSER), "unshare")
             Path("/proc/self/setgroups").write_text("deny")
             Path("/proc/self/uid_map").write_text(f"{USER} {uid} 1")
             Path("/proc/self/gid_map").write_text(f"{USER} {gid} 1")
         pid = os.fork()
         if pid == 0:
-            jail.die_with_parent()
+            confine.die_with_parent()
             init(variant, Path(base))
         _, status = os.waitpid(pid, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
@@ -111,7 +112,7 @@ def init(variant: str, base: Path) -> NoReturn:
 def build_root(base: Path, variant: str) -> None:
     """An overlay of the host's root that forgets, with fresh /proc, /dev and /tmp."""
     private, recursive, bind = 1 << 18, 16384, 4096
-    paths = (*jail.readable_paths(), str(HERE.parents[1]))
+    paths = (*confine.readable_paths(), str(HERE.parents[1]))
     needed = sorted(path for path in paths if Path(path).exists())  # parents first
     mount("none", "/", None, private | recursive)
     mount("cell", base, "tmpfs", 0, "size=1g,mode=755")

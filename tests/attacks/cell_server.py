@@ -22,14 +22,14 @@ from typing import Any
 SECRET = f"canary-{secrets.token_hex(16)}"
 os.environ["RSTAR2_TEST_SECRET"] = SECRET
 
-from rstar2.codeenv import jail  # noqa: E402
-from rstar2.codeenv.pool import Pool  # noqa: E402 - the secret must be in the environment first
+from rstar2.codeenv.jail import confine  # noqa: E402
 from rstar2.codeenv.protocol import RunRequest  # noqa: E402
+from rstar2.codeenv.server.executor import Pool  # noqa: E402 - the secret must be in the environment first
 from rstar2.config import CodeEnvConfig  # noqa: E402
 from rstar2.errors import UserError  # noqa: E402
 from rstar2.types import Limits, encode  # noqa: E402
 
-INSTALLED = {Path(path).parts[2] for path in jail.readable_paths() if path.startswith("/tmp/")}
+INSTALLED = {Path(path).parts[2] for path in confine.readable_paths() if path.startswith("/tmp/")}
 """Ways to an interpreter or a checkout below /tmp, shown in the cell's own."""
 
 

@@ -133,7 +133,7 @@ def test_trace_function_ends_with_the_call(cell):
 
 def test_changes_to_the_runner_stay_in_the_call(cell):
     cell.run(
-        "from rstar2.codeenv import runner, frames\n"
+        "from rstar2.codeenv.jail import runner, frames\n"
         "runner.execute = runner.finish = lambda *a, **k: None\nframes.Record.pack = lambda s: b''"
     )
     assert cell.run("6 * 7")["value"] == "42"

@@ -19,9 +19,9 @@ from rstar2.codeenv.protocol import (
     VerifyRequest,
     VerifyResult,
 )
-from rstar2.codeenv.serve import _Server
-from rstar2.codeenv.server import App
-from rstar2.codeenv.service import Service
+from rstar2.codeenv.server.app import App
+from rstar2.codeenv.server.calls import Service
+from rstar2.codeenv.server.serve import _Server
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError, QueueFullError, UserError
 from rstar2.types import Outcome, ToolResult

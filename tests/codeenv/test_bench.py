@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rstar2.codeenv import warmup
-from rstar2.codeenv.bench import PROGRAMS, measure, quantile
-from rstar2.codeenv.client import CodeEnvClient
+from rstar2.codeenv.client.bench import PROGRAMS, measure, quantile
+from rstar2.codeenv.client.client import CodeEnvClient
+from rstar2.codeenv.jail import warmup
 from rstar2.config import CodeEnvConfig
 
 

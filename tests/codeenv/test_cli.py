@@ -157,7 +157,7 @@ def test_doctor_reports_the_level_and_why() -> None:
 
 def test_commands_of_the_code_environment_load_no_torch() -> None:
     code = (
-        "import sys, rstar2.cli.codeenv, rstar2.cli.doctor, rstar2.codeenv.serve;"
+        "import sys, rstar2.cli.codeenv, rstar2.cli.doctor, rstar2.codeenv.server.serve;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rstar2.codeenv import dispatch, endpoint
-from rstar2.codeenv.client import CodeEnvClient
+from rstar2.codeenv.client import dispatch, endpoint
+from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.codeenv.protocol import RunRequest, VerifyRequest
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError, InvariantError, UserError
@@ -249,7 +249,7 @@ async def test_a_url_that_is_none_is_refused(url: str) -> None:
 
 
 async def test_nobody_listening_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rstar2.codeenv.client.CONNECT_DEADLINE_S", 0.1)
+    monkeypatch.setattr("rstar2.codeenv.client.client.CONNECT_DEADLINE_S", 0.1)
     with pytest.raises(CodeEnvError, match="cannot connect to"):
         await CodeEnvClient.start(CodeEnvConfig(urls=("http://127.0.0.1:9",)))
 

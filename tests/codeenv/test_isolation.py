@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rstar2.codeenv import frames, kernel, outcome, seccomp, syscalls
-from rstar2.codeenv.frames import Record, Reply
+from rstar2.codeenv.jail import frames, seccomp, syscalls
+from rstar2.codeenv.jail.frames import Record, Reply
+from rstar2.codeenv.server import outcome, probe
 from rstar2.errors import IsolationError
 from rstar2.types import Limits, Outcome
 
-ABLE = kernel.Probe(
+ABLE = probe.Probe(
     machine="x86_64",
     kernel="6.1",
     root=False,
@@ -28,11 +29,11 @@ LIMITS = Limits(5.0, 5.0, 512, 32, 16, 32, 1000)
 
 
 def test_best_level_is_taken_by_itself() -> None:
-    assert kernel.resolve("auto", ABLE).level == "strict"
+    assert probe.resolve("auto", ABLE).level == "strict"
 
 
 def test_fall_back_to_portable_says_why() -> None:
-    found = kernel.resolve("auto", replace(ABLE, namespaces="unshare: Operation not permitted"))
+    found = probe.resolve("auto", replace(ABLE, namespaces="unshare: Operation not permitted"))
     assert found.level == "portable"
     assert "Operation not permitted" in found.reason
     assert found.advice
@@ -40,17 +41,17 @@ def test_fall_back_to_portable_says_why() -> None:
 
 def test_strict_is_refused_where_it_cannot_be_had() -> None:
     with pytest.raises(IsolationError, match="not permitted"):
-        kernel.resolve("strict", replace(ABLE, namespaces="unshare: Operation not permitted"))
+        probe.resolve("strict", replace(ABLE, namespaces="unshare: Operation not permitted"))
 
 
 @pytest.mark.parametrize("asked", ["auto", "strict", "portable"])
 def test_nothing_is_served_without_landlock(asked: str) -> None:
     with pytest.raises(IsolationError, match="Landlock"):
-        kernel.resolve(asked, replace(ABLE, landlock_abi=0))
+        probe.resolve(asked, replace(ABLE, landlock_abi=0))
 
 
 def test_probe_of_this_machine_answers() -> None:
-    found = kernel.probe()
+    found = probe.probe()
     assert found.kernel
     assert found.landlock_abi >= 0
 

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from rstar2.codeenv import kernel
-from rstar2.codeenv.pool import Pool
 from rstar2.codeenv.protocol import RunRequest, VerifyRequest
+from rstar2.codeenv.server import probe
+from rstar2.codeenv.server.executor import Pool
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import IsolationError, QueueFullError, UserError
 from rstar2.types import Limits, Outcome, ToolResult
@@ -23,7 +23,7 @@ _ids = itertools.count()
 
 def levels() -> list[str]:
     try:
-        best = kernel.resolve("auto").level
+        best = probe.resolve("auto").level
     except IsolationError:
         return []
     return ["strict", "portable"] if best == "strict" else ["portable"]

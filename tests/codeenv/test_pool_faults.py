@@ -15,17 +15,18 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from rstar2.codeenv import cgroups, kernel, selfcheck
-from rstar2.codeenv.links import WorkerLink
-from rstar2.codeenv.pool import Pool
+from rstar2.codeenv.jail import cgroups
 from rstar2.codeenv.protocol import RunRequest
+from rstar2.codeenv.server import probe, selfcheck
+from rstar2.codeenv.server.executor import Pool
+from rstar2.codeenv.server.links import WorkerLink
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError, IsolationError
 from rstar2.types import Limits, Outcome
 
 SERVICE = """
 import asyncio, os, sys
-from rstar2.codeenv.pool import Pool
+from rstar2.codeenv.server.executor import Pool
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.config import CodeEnvConfig
 from rstar2.types import Limits
@@ -49,7 +50,7 @@ asyncio.run(main())
 
 def levels() -> list[str]:
     try:
-        best = kernel.resolve("auto").level
+        best = probe.resolve("auto").level
     except IsolationError:
         return []
     return ["strict", "portable"] if best == "strict" else ["portable"]
@@ -203,7 +204,7 @@ async def test_killed_service_leaves_no_process_and_no_trace(level: str) -> None
         process.kill()
         process.wait(10)
         assert await gone([int(pid) for pid in pids])
-        kernel.sweep_runtime()
+        probe.sweep_runtime()
         for hierarchy in cgroups.hierarchies():
             cgroups.sweep(hierarchy.parent)
         assert not Path(directory).exists()

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from rstar2.codeenv.client import CodeEnvClient
-from rstar2.codeenv.local import LocalServer
-from rstar2.codeenv.serve import bind, check_exposure, serve
+from rstar2.codeenv.client.client import CodeEnvClient
+from rstar2.codeenv.client.owned import LocalServer
+from rstar2.codeenv.server.serve import bind, check_exposure, serve
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError, UserError
 
@@ -84,7 +84,7 @@ async def test_a_server_that_dies_at_once_is_named(monkeypatch: pytest.MonkeyPat
 
 def test_an_owned_server_without_an_owner_ends() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "rstar2.codeenv.serve"],
+        [sys.executable, "-m", "rstar2.codeenv.server.serve"],
         stdin=subprocess.DEVNULL, capture_output=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 1

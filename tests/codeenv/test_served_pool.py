@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from rstar2.codeenv.bench import PROGRAMS
-from rstar2.codeenv.client import CodeEnvClient
+from rstar2.codeenv.client.bench import PROGRAMS
+from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.codeenv.protocol import RunRequest, VerifyRequest
 from rstar2.config import CodeEnvConfig
 from rstar2.types import Limits, Outcome, ToolResult

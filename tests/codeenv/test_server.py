@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from rstar2.codeenv import wire
-from rstar2.codeenv.service import Service
+from rstar2.codeenv.server.calls import Service
 
 
 def run(call_id: str, code: str, **more: Any) -> dict[str, Any]:
@@ -135,7 +135,7 @@ async def test_infrastructure_results_are_not_remembered(serve: Any) -> None:
 
 
 async def test_what_is_remembered_is_bounded(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rstar2.codeenv.service.REMEMBERED", 3)
+    monkeypatch.setattr("rstar2.codeenv.server.calls.REMEMBERED", 3)
     async with serve() as server:
         for index in range(6):
             await post(server.url, "/v1/run", run(str(index), "echo x"))
@@ -187,7 +187,7 @@ async def test_the_executors_own_back_pressure_is_passed_on(serve: Any) -> None:
 async def test_the_deadline_counts_time_in_the_queue(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rstar2.codeenv.service.DEADLINE_SLACK_S", 0.0)
+    monkeypatch.setattr("rstar2.codeenv.server.calls.DEADLINE_SLACK_S", 0.0)
     async with serve(slots=1) as server:
         holding = asyncio.create_task(post(server.url, "/v1/run", run("holds", "hang")))
         await until(lambda: server.service.active == 1)

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from rstar2.codeenv import endpoint
-from rstar2.codeenv.client import CodeEnvClient
+from rstar2.codeenv.client import endpoint
+from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.config import CodeEnvConfig
 from rstar2.types import Limits, Outcome, ToolResult
@@ -156,7 +156,7 @@ async def test_closing_leaves_nothing() -> None:
 async def test_killing_the_owner_ends_the_server_and_all_its_children() -> None:
     program = """
 import asyncio, sys
-from rstar2.codeenv.client import CodeEnvClient
+from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.config import CodeEnvConfig
 async def main():
@@ -237,7 +237,7 @@ async def test_a_hung_server_is_replaced(
     assert (await run(client, "before", "print(1)")).outcome is Outcome.OK
     monkeypatch.setattr(endpoint, "HEALTH_EVERY_S", 0.1)
     monkeypatch.setattr(endpoint, "HEALTH_DEADLINE_S", 1.0)
-    monkeypatch.setattr("rstar2.codeenv.local.STOP_DEADLINE_S", 0.5)
+    monkeypatch.setattr("rstar2.codeenv.client.owned.STOP_DEADLINE_S", 0.5)
     first = server_pid(client)
     processes = family(first)
     os.kill(first, signal.SIGSTOP)

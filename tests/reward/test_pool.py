@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rstar2.codeenv.client import CodeEnvClient
+from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.config import CodeEnvConfig
 from rstar2.reward.grade import grade, rejected_golds
 from rstar2.types import Problem, StopReason, Trajectory

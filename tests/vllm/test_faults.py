@@ -12,7 +12,7 @@ from reference import learner_of
 from serving import engine_of, eventually
 
 from rstar2.agent.template import Template
-from rstar2.codeenv.client import CodeEnvClient
+from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.config import AgentConfig, CodeEnvConfig, SamplingConfig, SchedulerConfig
 from rstar2.engine.base import Engine
 from rstar2.engine.vllm import VllmEngine

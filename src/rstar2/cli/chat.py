@@ -23,7 +23,7 @@ from rich.console import Console
 from rstar2.agent.loop import Event, Returned, run_trajectory
 from rstar2.agent.template import Template, settings_of
 from rstar2.cli.painter import Painter
-from rstar2.codeenv.client import CodeEnvClient
+from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.config import AgentConfig, CodeEnvConfig, SamplingConfig, TemplateConfig
 from rstar2.errors import UserError
 from rstar2.types import Generation, Message, Problem, Sampling, StopReason, Trajectory, encode

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from rstar2.codeenv.client import CodeEnvClient
+from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import UserError
@@ -90,8 +90,8 @@ def serve(
     Also answers code-judge's /run/batch, /run/long-batch and SandboxFusion's /run_code.
     The first signal lets running calls finish for 10 s; a second one ends them at once.
     """
-    from rstar2.codeenv.serve import Ready
-    from rstar2.codeenv.serve import serve as run_server
+    from rstar2.codeenv.server.serve import Ready
+    from rstar2.codeenv.server.serve import serve as run_server
 
     config = _config(
         host=host, port=port, isolation=isolation, slots=slots, queue=queue,
@@ -174,7 +174,7 @@ def bench(
 
     For the comparison with other ways to run Python see benchmarks/codeenv.py.
     """
-    from rstar2.codeenv.bench import PROGRAMS, measure
+    from rstar2.codeenv.client.bench import PROGRAMS, measure
 
     async def main() -> list[dict[str, Any]]:
         config = _client_config(url, isolation, slots=slots)

@@ -90,7 +90,7 @@ def _steps(integers: bool, digits: int, against: list[str]) -> list[Step]:
 
 
 async def _prepare(sources: list[Source], steps: list[Step], out: Path, verify: bool) -> Card:
-    from rstar2.codeenv.client import CodeEnvClient
+    from rstar2.codeenv.client.client import CodeEnvClient
     from rstar2.config import CodeEnvConfig
     from rstar2.problems.card import check_new
     from rstar2.problems.prepare import prepare

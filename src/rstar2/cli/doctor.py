@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rstar2.codeenv import cgroups, kernel
+from rstar2.codeenv.jail import cgroups
+from rstar2.codeenv.server import probe as kernel
 from rstar2.errors import IsolationError
 from rstar2.types import encode
 

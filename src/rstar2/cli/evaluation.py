@@ -222,7 +222,7 @@ def supervised(work: Callable[[], Awaitable[T]]) -> T:
 
 def rescored(path: Path, on: list[str]) -> Path:
     """Grade the answers of an evaluation again; `on` gives sets whose truths have changed."""
-    from rstar2.codeenv.client import CodeEnvClient
+    from rstar2.codeenv.client.client import CodeEnvClient
     from rstar2.config import CodeEnvConfig
     from rstar2.evaluate.assess import rescore
     from rstar2.evaluate.show import AnswerProgress

@@ -144,7 +144,7 @@ class CodeEnvHost:
 
     async def start(self) -> tuple[str, str, list[int]]:
         """Start the server; returns its URL, its token and the processes that are it."""
-        from rstar2.codeenv.local import LocalServer
+        from rstar2.codeenv.client.owned import LocalServer
 
         self._server = LocalServer(self.config, host=self.address)
         ready = await self._server.start()

@@ -29,7 +29,7 @@ from rstar2.cluster.engines import RemoteEngine
 from rstar2.cluster.learner import RemoteRanks
 from rstar2.cluster.nodes import NodeError
 from rstar2.cluster.placement import Ledger, Node, check_room, engine_need
-from rstar2.codeenv.client import CodeEnvClient
+from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.config import Recipe
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rstar2.codeenv.client import CodeEnvClient
+from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.config import Recipe, SchedulerConfig, TemplateConfig
 from rstar2.engine.base import Engine
 from rstar2.errors import UserError

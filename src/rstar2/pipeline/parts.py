@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from rstar2.agent.template import Template
-from rstar2.codeenv.client import CodeEnvClient
+from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.config import OptimizerConfig, Recipe, SchedulerConfig
 from rstar2.engine.base import Engine
 from rstar2.engine.make import make_engines

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import msgspec
 
 from rstar2.codeenv import wire
-from rstar2.codeenv.service import Service
+from rstar2.codeenv.server.calls import Service
 from rstar2.codeenv.wire import Refusal
 from rstar2.types import Limits, Outcome, ToolResult
 

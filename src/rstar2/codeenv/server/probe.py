@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rstar2.codeenv import cgroups, jail, landlock, syscalls
+from rstar2.codeenv.jail import cgroups, confine, landlock, syscalls
 from rstar2.codeenv.protocol import Isolation
 from rstar2.errors import IsolationError
 
@@ -117,7 +117,7 @@ def worker_uid(level: str, wanted: int) -> int | None:
 
 @functools.cache
 def _interpreter_open_to_all() -> bool:
-    return all(_open_to_all(path) for path in jail.readable_paths())
+    return all(_open_to_all(path) for path in confine.readable_paths())
 
 
 def _open_to_all(path: str) -> bool:
@@ -153,9 +153,9 @@ def _tried(action: Callable[[], object]) -> str | None:
 
 
 def _try_seccomp() -> None:
-    from rstar2.codeenv import seccomp
+    from rstar2.codeenv.jail import seccomp
 
-    jail.prctl(38, 1)
+    confine.prctl(38, 1)
     seccomp.base_filter(strict=False).install()
 
 
@@ -175,7 +175,7 @@ def _try_namespaces() -> None:
 
 def _enter_trial(runtime: str) -> None:
     error_file = os.open(f"{runtime}/error", os.O_CREAT | os.O_WRONLY, 0o600)
-    spec = jail.JailSpec(
+    spec = confine.JailSpec(
         "strict",
         "trial",
         runtime,
@@ -186,10 +186,10 @@ def _enter_trial(runtime: str) -> None:
         cgroups.Group(1, None, None),
     )
     try:
-        jail.unshare_namespaces(spec)
+        confine.unshare_namespaces(spec)
         pid = os.fork()
         if pid == 0:
-            jail.enter(spec)
+            confine.enter(spec)
             os._exit(0)
         _, status = os.waitpid(pid, 0)
         os._exit(1 if status else 0)

@@ -21,8 +21,8 @@ import threading
 import types
 from typing import Any, cast
 
-from rstar2.codeenv import frames
-from rstar2.codeenv.frames import Record
+from rstar2.codeenv.jail import frames
+from rstar2.codeenv.jail.frames import Record
 
 FILENAME = "<program>"
 _MAX_FRAMES = 24

@@ -7,7 +7,7 @@ import itertools
 import secrets
 from collections.abc import Mapping
 
-from rstar2.codeenv.client import CodeEnvClient
+from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.types import Limits, Outcome
 

@@ -23,9 +23,9 @@ import struct
 import time
 from typing import Any, NoReturn
 
-from rstar2.codeenv import frames, jail, runner, seccomp, syscalls
-from rstar2.codeenv.frames import Reply, Request
-from rstar2.codeenv.worker import RESULT_FD, Call, Worker, cpu_time, spool
+from rstar2.codeenv.jail import confine, frames, runner, seccomp, syscalls
+from rstar2.codeenv.jail.frames import Reply, Request
+from rstar2.codeenv.jail.worker import RESULT_FD, Call, Worker, cpu_time, spool
 
 _CLONE_PARENT = seccomp.CLONE_PARENT
 _HEAD_FD = 4
@@ -76,7 +76,7 @@ class SessionWorker(Worker):
 
     def _open(self, request: Request, name: bytes) -> None:
         ours, theirs = _pair()
-        pid = jail.fork()
+        pid = confine.fork()
         if pid == 0:
             self._become_head(request, theirs)
         theirs.close()
@@ -257,7 +257,7 @@ class SessionWorker(Worker):
             os._exit(121)
 
 
-def _open_listing(spec: jail.JailSpec) -> int:
+def _open_listing(spec: confine.JailSpec) -> int:
     """Without a PID namespace: the worker's children, listed anew at each read; else -1.
 
     Opened before the jail shuts. Every process there is a child of the worker (CLONE_PARENT).
@@ -273,7 +273,7 @@ def _open_listing(spec: jail.JailSpec) -> int:
 def _newest_pid() -> int | None:
     """The highest number given out in this namespace so far; None if no process can be made."""
     try:
-        pid = jail.fork()
+        pid = confine.fork()
     except OSError:
         return None
     if pid == 0:
@@ -318,7 +318,7 @@ def head_loop(sock: socket.socket, level: str) -> NoReturn:
                 os.close(descriptor)
             continue
         if level != "strict":
-            jail.die_with_parent()
+            confine.die_with_parent()
         sock.close()
         sock = socket.socket(fileno=os.dup2(descriptors[5], _HEAD_FD, inheritable=False))
         sock.send(b"H")

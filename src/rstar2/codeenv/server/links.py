@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from rstar2.codeenv import frames, zygote
-from rstar2.codeenv.frames import Reply, Request
-from rstar2.codeenv.jail import JailSpec
+from rstar2.codeenv.jail import frames, zygote
+from rstar2.codeenv.jail.confine import JailSpec
+from rstar2.codeenv.jail.frames import Reply, Request
 from rstar2.errors import CodeEnvError, DeadlineError, IsolationError
 
 _WARM_UP_S = 120.0

@@ -3,7 +3,7 @@
     bind -> executor.start -> serve -> SIGTERM, Ctrl-C or owner gone
          -> drain (finish what runs within the grace, then cancel) -> executor.close
 
-A second signal skips the grace. An owned server (`python -m rstar2.codeenv.serve`) reads its
+A second signal skips the grace. An owned server (`python -m rstar2.codeenv.server.serve`) reads its
 configuration from the first line of stdin and takes the end of stdin, or another parent, for the
 death of its owner: it dies with it even when the owner was killed with -9. It answers on stdout
 with one line, `{"url": ...}` or `{"error": ..., "message": ...}`.
@@ -27,8 +27,8 @@ import msgspec
 import uvicorn
 
 from rstar2.codeenv.protocol import Executor
-from rstar2.codeenv.server import App
-from rstar2.codeenv.service import Service
+from rstar2.codeenv.server.app import App
+from rstar2.codeenv.server.calls import Service
 from rstar2.codeenv.wire import Ready
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError, RstarError, UserError
@@ -54,11 +54,11 @@ class _Server(uvicorn.Server):
 
 def make_executor(config: CodeEnvConfig) -> Executor:
     """The real pool, at the isolation level that was asked for or can be had."""
-    from rstar2.codeenv import kernel
-    from rstar2.codeenv.pool import Pool
+    from rstar2.codeenv.server import probe
+    from rstar2.codeenv.server.executor import Pool
 
     try:
-        return Pool(config, kernel.resolve(config.isolation).level)
+        return Pool(config, probe.resolve(config.isolation).level)
     except OSError as error:
         raise CodeEnvError(_START.format(error=error)) from error
 

@@ -22,9 +22,9 @@ from types import TracebackType
 from typing import cast
 
 from rstar2.codeenv import wire
-from rstar2.codeenv.dispatch import Call, ClientStats, Dispatcher
-from rstar2.codeenv.endpoint import Endpoint, Owned
-from rstar2.codeenv.local import LocalServer
+from rstar2.codeenv.client.dispatch import Call, ClientStats, Dispatcher
+from rstar2.codeenv.client.endpoint import Endpoint, Owned
+from rstar2.codeenv.client.owned import LocalServer
 from rstar2.codeenv.protocol import RunRequest, SessionInfo, VerifyRequest, VerifyResult
 from rstar2.codeenv.results import failure
 from rstar2.codeenv.wire import Request, Result

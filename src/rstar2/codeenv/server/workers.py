@@ -16,9 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rstar2.codeenv import cgroups, kernel
-from rstar2.codeenv.jail import JailSpec
-from rstar2.codeenv.links import WorkerLink, ZygoteLink
+from rstar2.codeenv.jail import cgroups
+from rstar2.codeenv.jail.confine import JailSpec
+from rstar2.codeenv.server import probe
+from rstar2.codeenv.server.links import WorkerLink, ZygoteLink
 from rstar2.errors import CodeEnvError, DeadlineError
 from rstar2.types import Limits
 
@@ -55,7 +56,7 @@ class Stock:
         await self.zygote("base")
 
     def _prepare_host(self) -> None:
-        kernel.sweep_runtime()
+        probe.sweep_runtime()
         self.directory = tempfile.mkdtemp(prefix=f"{cgroups.owner_name()}-")
         Path(self.directory).chmod(0o711)
         self._tree = cgroups.Tree(cgroups.hierarchies())
@@ -149,7 +150,7 @@ class Stock:
             memory_mb=memory_mb,
             processes=processes,
             scratch_mb=scratch_mb,
-            uid=kernel.worker_uid(self.isolation, _UID_FIRST + (os.getpid() * 37 + number) % _UIDS),
+            uid=probe.worker_uid(self.isolation, _UID_FIRST + (os.getpid() * 37 + number) % _UIDS),
             group=group,
             session=session,
         )

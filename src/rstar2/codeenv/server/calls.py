@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from rstar2.codeenv import wire
-from rstar2.codeenv.metrics import Metrics
 from rstar2.codeenv.protocol import Executor, RunRequest
 from rstar2.codeenv.results import failure, infrastructure, outcome
+from rstar2.codeenv.server.metrics import Metrics
 from rstar2.codeenv.wire import Refusal, Request, Result
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import InfrastructureError, InvariantError, QueueFullError, UserError

@@ -10,8 +10,8 @@ import functools
 import os
 import signal
 
-from rstar2.codeenv import frames
-from rstar2.codeenv.frames import Record, Reply
+from rstar2.codeenv.jail import frames
+from rstar2.codeenv.jail.frames import Record, Reply
 from rstar2.types import Limits, Outcome, ToolResult, Truncation
 
 

@@ -1,6 +1,7 @@
 """A server that a client starts, owns and restarts; it dies with its owner, even on kill -9.
 
-The child is `python -m rstar2.codeenv.serve` in its own session (a Ctrl-C in the terminal reaches
+The child is `python -m rstar2.codeenv.server.serve` in its own session (a Ctrl-C in the terminal
+reaches
 the owner, who then stops it in order). The pipe to its stdin is the lease on its life: its end
 tells the child that the owner is gone.
 """
@@ -47,7 +48,7 @@ class LocalServer:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "rstar2.codeenv.serve",
+            "rstar2.codeenv.server.serve",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,

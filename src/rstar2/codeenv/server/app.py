@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from rstar2.codeenv import wire
-from rstar2.codeenv.service import Service
+from rstar2.codeenv.server.calls import Service
 from rstar2.codeenv.wire import Refusal, Reply, Request, Result
 from rstar2.errors import CodeEnvError, InfrastructureError, QueueFullError, UserError
 from rstar2.types import ToolResult
@@ -44,7 +44,7 @@ class App:
     """Dispatches requests to the service; every error leaves as {"error": ...}."""
 
     def __init__(self, service: Service, token: str | None) -> None:
-        from rstar2.codeenv.compat import Compat
+        from rstar2.codeenv.server.compat import Compat
 
         self.service = service
         self.token = token

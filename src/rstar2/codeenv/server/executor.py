@@ -28,10 +28,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rstar2.codeenv import cgroups, frames, outcome, selfcheck, verify, warmup
-from rstar2.codeenv.frames import Record, Reply, Request
-from rstar2.codeenv.links import Lost
-from rstar2.codeenv.permits import Permits
+from rstar2.codeenv.jail import cgroups, frames, verify, warmup
+from rstar2.codeenv.jail.frames import Record, Reply, Request
 from rstar2.codeenv.protocol import (
     PoolStats,
     RunRequest,
@@ -39,8 +37,11 @@ from rstar2.codeenv.protocol import (
     VerifyRequest,
     VerifyResult,
 )
-from rstar2.codeenv.sessions import Sessions
-from rstar2.codeenv.workers import Stock
+from rstar2.codeenv.server import outcome, selfcheck
+from rstar2.codeenv.server.links import Lost
+from rstar2.codeenv.server.permits import Permits
+from rstar2.codeenv.server.sessions import Sessions
+from rstar2.codeenv.server.workers import Stock
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError, DeadlineError, IsolationError, UserError
 from rstar2.types import Limits, Outcome, ToolResult

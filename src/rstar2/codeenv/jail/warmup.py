@@ -21,7 +21,7 @@ import contextlib
 import importlib
 import io
 
-from rstar2.codeenv.syscalls import words
+from rstar2.codeenv.jail.syscalls import words
 
 FLAVOURS = ("plain", "numpy", "base", "scipy", "verify")
 
@@ -112,7 +112,7 @@ def import_modules(flavour: str) -> list[str]:
 
 def run_programs(flavour: str, rounds: int = 2) -> None:
     """Run the representative programs in this process, their output thrown away."""
-    from rstar2.codeenv import runner
+    from rstar2.codeenv.jail import runner
 
     programs = [program for layer in _layers(flavour) for program in _PROGRAMS[layer]]
     for _ in range(rounds):

@@ -12,7 +12,7 @@ import os
 import struct
 from collections.abc import Iterable
 
-from rstar2.codeenv import syscalls
+from rstar2.codeenv.jail import syscalls
 
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 _REMOVE_DIR, _REMOVE_FILE = 1 << 4, 1 << 5

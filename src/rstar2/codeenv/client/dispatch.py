@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rstar2.codeenv import wire
-from rstar2.codeenv.endpoint import Endpoint, read_error, to_exception
+from rstar2.codeenv.client.endpoint import Endpoint, read_error, to_exception
+from rstar2.codeenv.client.transport import TransportError
 from rstar2.codeenv.protocol import RunRequest, VerifyResult
 from rstar2.codeenv.results import failure, infrastructure
-from rstar2.codeenv.transport import TransportError
 from rstar2.codeenv.wire import Request, Result
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import InvariantError, UserError

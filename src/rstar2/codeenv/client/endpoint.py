@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from rstar2.codeenv import wire
-from rstar2.codeenv.transport import Address, Connections, TransportError
+from rstar2.codeenv.client.transport import Address, Connections, TransportError
 from rstar2.errors import CodeEnvError, InfrastructureError, QueueFullError, UserError
 
 log = logging.getLogger(__name__)

@@ -13,11 +13,12 @@ import secrets
 import time
 from dataclasses import dataclass, field, replace
 
-from rstar2.codeenv import frames, outcome
-from rstar2.codeenv.frames import Reply, Request
-from rstar2.codeenv.links import Lost, WorkerLink
+from rstar2.codeenv.jail import frames
+from rstar2.codeenv.jail.frames import Reply, Request
 from rstar2.codeenv.protocol import SessionInfo
-from rstar2.codeenv.workers import Stock
+from rstar2.codeenv.server import outcome
+from rstar2.codeenv.server.links import Lost, WorkerLink
+from rstar2.codeenv.server.workers import Stock
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError, QueueFullError, UserError
 from rstar2.types import Limits

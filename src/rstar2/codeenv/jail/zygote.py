@@ -24,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rstar2.codeenv import cgroups, heads, heap, jail, runner, verify, warmup, worker
+from rstar2.codeenv.jail import cgroups, confine, heap, runner, session, verify, warmup, worker
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -34,7 +34,7 @@ def command() -> list[str]:
     root = str(Path(__file__).resolve().parents[2])
     program = (
         "import sys; sys.path.append(sys.argv[1]);"
-        "from rstar2.codeenv.zygote import main; main(sys.argv[2], int(sys.argv[3]))"
+        "from rstar2.codeenv.jail.zygote import main; main(sys.argv[2], int(sys.argv[3]))"
     )
     return [sys.executable, "-I", "-c", program, root]
 
@@ -90,7 +90,7 @@ class Zygote:
         report = warm.settle()
         gc.freeze()
         gc.disable()
-        jail.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        confine.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self.say(ready=True, flavour=self.flavour, missing=missing, heap=asdict(report))
 
     def say(self, **message: Any) -> None:
@@ -137,7 +137,7 @@ class Zygote:
     def spawn(self, message: dict[str, Any], descriptors: list[int]) -> int | None:
         """Fork a worker into its jail; returns a handle that becomes readable when it ends."""
         fields = message["spec"]
-        spec = jail.JailSpec(**{**fields, "group": cgroups.Group(**fields["group"])})
+        spec = confine.JailSpec(**{**fields, "group": cgroups.Group(**fields["group"])})
         try:
             if spec.level == "portable":
                 Path(spec.scratch).mkdir(mode=0o700)
@@ -179,7 +179,7 @@ class Zygote:
         try:
             cgroups.join(spec.group, os.getpid())
             if spec.level == "strict":
-                jail.unshare_namespaces(spec)
+                confine.unshare_namespaces(spec)
             pid = os.fork()
             if pid == 0:
                 os.close(writer)
@@ -206,13 +206,13 @@ class Zygote:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             runner.prepare_streams()
             functions = self.functions
-            kind = heads.SessionWorker if spec.session else worker.Worker
+            kind = session.SessionWorker if spec.session else worker.Worker
             server = kind(
                 control, spec, lambda body, fd: verify.run(functions, body, fd), heap.collapse
             )
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             server.base_as = pages * os.sysconf("SC_PAGE_SIZE")
-            jail.enter(spec)
+            confine.enter(spec)
             heap.collapse()
             server.serve()
         except BaseException as error:  # noqa: BLE001 - reported to the pool, then the end

@@ -18,7 +18,7 @@ from rstar2.errors import IsolationError
 from rstar2.types import Limits, Outcome
 
 if TYPE_CHECKING:
-    from rstar2.codeenv.pool import Pool
+    from rstar2.codeenv.server.executor import Pool
 
 SMALL = Limits(
     wall_s=10.0, cpu_s=10.0, memory_mb=64, processes=8, file_mb=1, scratch_mb=2, output_chars=4000

@@ -14,8 +14,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from rstar2.codeenv import frames, runner
-from rstar2.codeenv.frames import Record
+from rstar2.codeenv.jail import frames, runner
+from rstar2.codeenv.jail.frames import Record
 
 FUNCTIONS: dict[str, str] = {"math": "rstar2.reward.graders:math_equal"}
 """Public name -> import string."""

@@ -15,8 +15,8 @@ import ctypes
 import errno
 import struct
 
-from rstar2.codeenv import syscalls
-from rstar2.codeenv.syscalls import words
+from rstar2.codeenv.jail import syscalls
+from rstar2.codeenv.jail.syscalls import words
 
 _LD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000

@@ -27,8 +27,8 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from rstar2.codeenv import frames, jail, runner, seccomp, syscalls
-from rstar2.codeenv.frames import Reply, Request
+from rstar2.codeenv.jail import confine, frames, runner, seccomp, syscalls
+from rstar2.codeenv.jail.frames import Reply, Request
 
 RESULT_FD = 3
 _FIRST_FD = 4
@@ -125,7 +125,7 @@ class Worker:
     def __init__(
         self,
         control: socket.socket,
-        spec: jail.JailSpec,
+        spec: confine.JailSpec,
         verify: Callable[[bytes, int], NoReturn],
         tidy: Callable[[], None],
     ) -> None:
@@ -216,7 +216,7 @@ class Worker:
 
     def _run(self, request: Request) -> tuple[Call, int, resource.struct_rusage]:
         call = Call(request)
-        pid = jail.fork()
+        pid = confine.fork()
         if pid == 0:
             self._child(call)
         call.adopt(pid)
@@ -267,7 +267,7 @@ class Worker:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
         if self.filter is not None:
             if self.spec.level != "strict":
-                jail.die_with_parent()
+                confine.die_with_parent()
             self.filter.install(os.getpid())
 
     def watch(self, call: Call, end: int) -> bool:
@@ -350,21 +350,21 @@ class Worker:
 
     def _measure(self) -> None:
         """Baselines of a warm worker: what a call that does nothing uses."""
-        pid = jail.fork()
+        pid = confine.fork()
         if pid == 0:
             os._exit(0)
         _, _, usage = os.wait4(pid, 0)
         self.base_rss_kb = usage.ru_maxrss
         self.clean_mark = self._scratch_mark()
         if self.spec.level == "strict":
-            self.fixtures = set(os.listdir(jail.SCRATCH_INSIDE))
+            self.fixtures = set(os.listdir(confine.SCRATCH_INSIDE))
 
     def _scratch_mark(self) -> int:
         """A number that changes when something is left in scratch."""
         if self.spec.level != "strict":
             return len(os.listdir("."))
         mark = 0
-        for path in (jail.SCRATCH_INSIDE, "/dev/shm"):
+        for path in (confine.SCRATCH_INSIDE, "/dev/shm"):
             info = os.statvfs(path)
             mark += info.f_files - info.f_ffree
         return mark
@@ -390,7 +390,7 @@ class Worker:
         """Empty scratch; False if that is not possible and the worker must be replaced."""
         if self._scratch_mark() == self.clean_mark:
             return True
-        places = [jail.SCRATCH_INSIDE, "/dev/shm"] if self.spec.level == "strict" else ["."]
+        places = [confine.SCRATCH_INSIDE, "/dev/shm"] if self.spec.level == "strict" else ["."]
         try:
             for place in places:
                 for name in set(os.listdir(place)) - self.fixtures:

@@ -1,0 +1,1 @@
+"""What runs as, or inside, the confined process. Imports nothing of client and server."""

@@ -1,0 +1,1 @@
+"""The server: HTTP, the table of calls, and the executor that runs them on jailed workers."""
