@@ -48,7 +48,7 @@ def mount(
 
 def main(variant: str) -> int:
     """Outside: control groups, namespaces, then wait for the cell to end."""
-    tree = cgroups.Tree(cgroups.hierarchies() if os.geteuid() == 0 else [])
+    tree = cgroups.ControlGroupTree(cgroups.hierarchies() if os.geteuid() == 0 else [])
     base = tempfile.mkdtemp(prefix="rstar2-cell-")
     try:
         group = tree.make("cell", 3000, 1500)
@@ -62,7 +62,7 @@ def main(variant: str) -> int:
         os.rmdir(base)  # noqa: PTH106 - empty: everything was mounted over it
 
 
-def enter(variant: str, base: str, group: cgroups.Group) -> NoReturn:
+def enter(variant: str, base: str, group: cgroups.ControlGroup) -> NoReturn:
     """In between: join the groups, leave the namespaces, become the parent of the cell's init."""
     try:
         confine.die_with_parent()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rstar2.codeenv.jail import frames, seccomp, syscalls
-from rstar2.codeenv.jail.frames import Record, Reply
+from rstar2.codeenv.jail.frames import Record, WorkerReply
 from rstar2.codeenv.server import outcome, probe
 from rstar2.errors import IsolationError
 from rstar2.types import Limits, Outcome
@@ -92,7 +92,7 @@ def test_any_bytes_are_a_record_or_none(data: bytes) -> None:
 
 @given(st.binary(max_size=60), st.integers(0, 255), st.integers(0, 8))
 def test_any_reply_becomes_a_result(record: bytes, code: int, cause: int) -> None:
-    reply = Reply(1, code << 8, cause, 0, 0, 0, len(record), 0.1, 0.1, 1.0)
+    reply = WorkerReply(1, code << 8, cause, 0, 0, 0, len(record), 0.1, 0.1, 1.0)
     result = outcome.build("x", reply, record, LIMITS, "strict")
     assert result.call_id == "x"
     assert result.exit_code == code
@@ -113,7 +113,7 @@ def test_any_reply_becomes_a_result(record: bytes, code: int, cause: int) -> Non
 def test_outcome_follows_what_was_seen(
     status: int, cause: int, oom: bool, expected: Outcome
 ) -> None:
-    reply = Reply(1, status, cause, 0, 0, 0, 0, 0.1, 0.1, 1.0)
+    reply = WorkerReply(1, status, cause, 0, 0, 0, 0, 0.1, 0.1, 1.0)
     assert outcome.build("x", reply, b"", LIMITS, "strict", oom).outcome is expected
 
 

@@ -26,7 +26,7 @@ class Hierarchy:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ControlGroup:
     """The control groups of one worker: one directory (v2) or one per controller (v1)."""
 
     version: int
@@ -132,7 +132,7 @@ def _has_controllers(parent: str, trial: Path, controllers: tuple[str, ...]) -> 
     return set(controllers) <= given
 
 
-class Tree:
+class ControlGroupTree:
     """The groups of one service; makes one per worker and leaves none behind."""
 
     def __init__(self, found: list[Hierarchy]) -> None:
@@ -150,7 +150,7 @@ class Tree:
     def roots(self) -> tuple[str, ...]:
         return tuple(str(root) for _, root in self._roots)
 
-    def make(self, name: str, memory_mb: int, processes: int) -> Group:
+    def make(self, name: str, memory_mb: int, processes: int) -> ControlGroup:
         """A fresh group with limits set and read back."""
         memory = pids = None
         version = 1
@@ -164,9 +164,9 @@ class Tree:
             if "pids" in hierarchy.controllers:
                 (directory / "pids.max").write_text(str(processes))
                 pids = str(directory)
-        return Group(version, memory, pids)
+        return ControlGroup(version, memory, pids)
 
-    def remove(self, group: Group) -> None:
+    def remove(self, group: ControlGroup) -> None:
         """Remove the directories of a worker that is gone."""
         for directory in group.directories:
             remove(directory)
@@ -189,7 +189,7 @@ def _limit_memory(directory: Path, version: int, limit: int) -> None:
         (directory / "memory.memsw.limit_in_bytes").write_text(str(limit))
 
 
-def join(group: Group, pid: int) -> None:
+def join(group: ControlGroup, pid: int) -> None:
     """Move a process into its groups and check that it is there."""
     for directory in group.directories:
         procs = Path(directory, "cgroup.procs")
@@ -198,7 +198,7 @@ def join(group: Group, pid: int) -> None:
             raise OSError(f"{procs}: process {pid} did not arrive")
 
 
-def oom_kills(group: Group) -> int:
+def oom_kills(group: ControlGroup) -> int:
     """How often the kernel killed a process of this group for memory."""
     if not group.memory:
         return 0

@@ -70,7 +70,7 @@ class JailSpec:
     scratch_mb: int
     uid: int | None
     """Unprivileged uid for the worker when the service is root."""
-    group: cgroups.Group
+    group: cgroups.ControlGroup
     session: bool = False
     """A worker for the sessions of one family instead of plain calls."""
 
@@ -101,7 +101,7 @@ def fork() -> int:
 
 def readable_paths() -> list[str]:
     """Interpreter, packages and system libraries: what jailed code may read on the host."""
-    package = str(Path(__file__).resolve().parents[1])
+    package = str(Path(__file__).resolve().parents[2])
     wanted = [sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix, package]
     paths: list[str] = []
     for path in (*wanted, *_SYSTEM):

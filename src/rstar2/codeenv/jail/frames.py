@@ -1,8 +1,9 @@
-"""What goes over the socket between the pool and one worker: fixed headers and raw bytes.
+"""Frames on the socket between the server and one worker: fixed headers followed by raw bytes.
 
-The pool writes `Request` + body (session name, code, standard input); the worker answers with
-`Reply` + standard output + standard error + record. The record is what the child itself says of
-its end (value, traceback); it is parsed by `Record.parse`, which accepts any bytes.
+The server sends a `WorkerRequest` and its body (session name, code, standard input). The worker
+answers with a `WorkerReply`, standard output, standard error and the record. The record is what the
+program's process reports about its own end (value, traceback). It is untrusted: `Record.parse`
+accepts any bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ REQUEST = struct.Struct("<QIIIIIIIIdd")
 REPLY = struct.Struct("<QiIIIIIddd")
 
 
-class Request(NamedTuple):
+class WorkerRequest(NamedTuple):
     """Header of a call. Sizes are in bytes; `name` is a session."""
 
     seq: int
@@ -42,7 +43,7 @@ class Request(NamedTuple):
         return REQUEST.pack(*self)
 
 
-class Reply(NamedTuple):
+class WorkerReply(NamedTuple):
     """Header of an answer. `status` is a wait status; `retire`: replace me after this."""
 
     seq: int

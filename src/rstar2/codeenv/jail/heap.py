@@ -1,8 +1,9 @@
-"""Huge pages for the warm heap: forking a process costs by the page, so fewer pages, faster calls.
+"""Huge pages for the warm heap. The cost of a fork grows with the number of pages.
 
-Before the imports, Python's arenas and malloc are led into one contiguous heap; after the warm-up
-the kernel is asked to collapse it into huge pages (MADV_COLLAPSE). All of it is optional: where
-libc or the kernel lacks a part, calls are slower and nothing else changes. `Report` says what held.
+Before the imports, Python's arenas and malloc are directed into one contiguous heap. After the
+warm-up the kernel is asked to collapse that heap into huge pages (MADV_COLLAPSE). All of this is
+optional: where libc or the kernel lacks a part, calls are slower and nothing else changes.
+`HeapReport` states how much of the heap is in huge pages.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
 _libc = ctypes.PyDLL(None, use_errno=True)
 
 
-class _Arenas(ctypes.Structure):
+class _ArenaAllocator(ctypes.Structure):
     """PyObjectArenaAllocator of CPython's C API."""
 
     _fields_ = (
@@ -33,7 +34,7 @@ class _Arenas(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class HeapReport:
     """How much of the warm heap lies in huge pages."""
 
     contiguous: bool
@@ -45,7 +46,7 @@ class WarmHeap:
     """Gathers allocations between construction and `settle` into one heap."""
 
     def __init__(self, reserve_mb: int = 64) -> None:
-        self._original: _Arenas | None = None
+        self._original: _ArenaAllocator | None = None
         self.contiguous = False
         self._plugs: list[list[object]] = []
         if not hasattr(_libc, "mallopt"):
@@ -62,10 +63,10 @@ class WarmHeap:
         aligned = ctypes.cast(_libc.aligned_alloc, ctypes.c_void_p).value
         if aligned is None:
             return
-        original = _Arenas()
+        original = _ArenaAllocator()
         api.PyObject_GetArenaAllocator(ctypes.byref(original))
         # aligned_alloc(alignment, size) has the shape of alloc(ctx, size): ctx is the alignment
-        led = _Arenas(4096, aligned, original.free)
+        led = _ArenaAllocator(4096, aligned, original.free)
         api.PyObject_SetArenaAllocator(ctypes.byref(led))
         self._original = original
         self.contiguous = True
@@ -84,7 +85,7 @@ class WarmHeap:
             else:
                 self._plugs.append([object() for _ in range(holes)])
 
-    def settle(self) -> Report:
+    def settle(self) -> HeapReport:
         """Back to the usual allocators for what calls allocate; collapse what is there."""
         self.plug()
         self.stop_leading()
@@ -104,20 +105,20 @@ class WarmHeap:
         _libc.mallopt(_M_MMAP_THRESHOLD, 128 << 10)
         self._original = None
 
-    def report(self) -> Report:
+    def report(self) -> HeapReport:
         """Read the figures from the kernel; zeros where /proc is not to be had."""
         heap = huge = 0
         try:
             lines = Path("/proc/self/smaps").read_text().splitlines()
         except OSError:
-            return Report(self.contiguous, 0.0, 0.0)
+            return HeapReport(self.contiguous, 0.0, 0.0)
         for line in lines:
             key, _, rest = line.partition(":")
             if key == "Anonymous":
                 heap += int(rest.split()[0])
             elif key == "AnonHugePages":
                 huge += int(rest.split()[0])
-        return Report(self.contiguous, heap / 1024, huge / 1024)
+        return HeapReport(self.contiguous, heap / 1024, huge / 1024)
 
 
 _HOLES = re.compile(r"^\s*\d+\s+(\d+)\s+\d+\s+\d+\s+(\d+)\s*$", re.MULTILINE)

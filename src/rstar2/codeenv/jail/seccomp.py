@@ -61,8 +61,8 @@ _METADATA = words("chmod fchmod fchmodat fchmodat2 utime utimes utimensat futime
 reach foreign files."""
 
 
-class Program:
-    """A BPF program under construction; `Program.install` puts it on the calling thread."""
+class BpfProgram:
+    """A BPF program under construction; `BpfProgram.install` puts it on the calling thread."""
 
     def __init__(self, code: bytes) -> None:
         self.code = code
@@ -108,7 +108,7 @@ def _only_if_equal(index: int, allowed: tuple[int, ...], error: int) -> bytes:
     return code + _refuse(error)
 
 
-def base_filter(strict: bool, machine: str = syscalls.MACHINE) -> Program:
+def base_filter(strict: bool, machine: str = syscalls.MACHINE) -> BpfProgram:
     """The allow list of a worker. `strict`: namespaces keep foreign files and processes away."""
     nr = syscalls.numbers(machine)
     code = _prologue(machine)
@@ -132,7 +132,7 @@ def base_filter(strict: bool, machine: str = syscalls.MACHINE) -> Program:
     for name in plain:
         if name in nr:
             code += _when(nr[name], _op(_RET, _ALLOW))
-    return Program(code + _refuse(errno.ENOSYS))
+    return BpfProgram(code + _refuse(errno.ENOSYS))
 
 
 class CallFilter:
@@ -167,4 +167,4 @@ class CallFilter:
         """Put the filter on the calling thread for the process `pid`, which is the caller."""
         for offset in self._pid_offsets:
             struct.pack_into("I", self._code, offset, pid)
-        Program(bytes(self._code)).install()
+        BpfProgram(bytes(self._code)).install()

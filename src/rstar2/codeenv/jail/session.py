@@ -24,8 +24,8 @@ import time
 from typing import Any, NoReturn
 
 from rstar2.codeenv.jail import confine, frames, runner, seccomp, syscalls
-from rstar2.codeenv.jail.frames import Reply, Request
-from rstar2.codeenv.jail.worker import RESULT_FD, Call, Worker, cpu_time, spool
+from rstar2.codeenv.jail.frames import WorkerReply, WorkerRequest
+from rstar2.codeenv.jail.worker import RESULT_FD, JailWorker, RunningCall, cpu_time, spool
 
 _CLONE_PARENT = seccomp.CLONE_PARENT
 _HEAD_FD = 4
@@ -36,7 +36,7 @@ _WINDOW = 20_000
 """Numbers to kill blindly when a program holds every process that the worker may have."""
 
 
-class Head:
+class SessionProcess:
     """The process that holds a session's state, as the worker knows it."""
 
     def __init__(self, pid: int, sock: socket.socket) -> None:
@@ -44,17 +44,17 @@ class Head:
         self.sock = sock
 
 
-class SessionWorker(Worker):
+class SessionWorker(JailWorker):
     """A worker that serves the sessions of one family (a session and its branches)."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.heads: dict[bytes, Head] = {}
+        self.heads: dict[bytes, SessionProcess] = {}
         self.filter = None if self.spec.forks else seccomp.CallFilter(self.spec.level, session=True)
         self.listing = _open_listing(self.spec)
         self.lost = False
 
-    def answer(self, request: Request) -> None:
+    def answer(self, request: WorkerRequest) -> None:
         name = bytes(self.body.view[: request.name])
         if request.kind == frames.SESSION_OPEN:
             self._open(request, name)
@@ -69,27 +69,27 @@ class SessionWorker(Worker):
             self._sweep_all_but_heads()
             self._short_reply(request, frames.EXITED)
 
-    def _short_reply(self, request: Request, cause: int) -> None:
-        self.send(Reply(request.seq, 0, cause, 0, 0, 0, 0, 0.0, 0.0, 0.0))
+    def _short_reply(self, request: WorkerRequest, cause: int) -> None:
+        self.send(WorkerReply(request.seq, 0, cause, 0, 0, 0, 0, 0.0, 0.0, 0.0))
 
     # ------------------------------------------------------------------ worker side
 
-    def _open(self, request: Request, name: bytes) -> None:
+    def _open(self, request: WorkerRequest, name: bytes) -> None:
         ours, theirs = _pair()
         pid = confine.fork()
         if pid == 0:
             self._become_head(request, theirs)
         theirs.close()
-        self.heads[name] = Head(pid, ours)
+        self.heads[name] = SessionProcess(pid, ours)
         self._short_reply(request, frames.EXITED)
 
-    def _call(self, request: Request, name: bytes, order: bytes) -> None:
+    def _call(self, request: WorkerRequest, name: bytes, order: bytes) -> None:
         """Have the head clone itself, watch the clone, keep it or the old head."""
         head = self.heads.get(name)
         if head is None:
             self._short_reply(request, frames.NO_SESSION)
             return
-        call = Call(request)
+        call = RunningCall(request)
         ours, theirs = _pair()
         if not self._hand_over(call, head, theirs, order):
             ours.close()
@@ -105,9 +105,11 @@ class SessionWorker(Worker):
             status, usage = self._collect(call)
         elif order == b"B":
             start = request.name
-            self.heads[bytes(self.body.view[start : start + request.code])] = Head(call.pid, ours)
+            self.heads[bytes(self.body.view[start : start + request.code])] = SessionProcess(
+                call.pid, ours
+            )
         else:
-            self.heads[name] = Head(call.pid, ours)
+            self.heads[name] = SessionProcess(call.pid, ours)
             head.sock.close()
         spent = cpu_time(call.pid) if usage is None else usage.ru_utime + usage.ru_stime
         peak = (peak_kb or 0) if usage is None else usage.ru_maxrss
@@ -116,7 +118,7 @@ class SessionWorker(Worker):
         call.close()
         out, err, record = self.streams
         self.send(
-            Reply(
+            WorkerReply(
                 request.seq,
                 status,
                 frames.PROCESSES if self.lost else call.cause,
@@ -130,7 +132,9 @@ class SessionWorker(Worker):
             )
         )
 
-    def _hand_over(self, call: Call, head: Head, theirs: socket.socket, order: bytes) -> bool:
+    def _hand_over(
+        self, call: RunningCall, head: SessionProcess, theirs: socket.socket, order: bytes
+    ) -> bool:
         """Send the head its order and the clone's descriptors; False if the head is gone."""
         request = call.request
         view = self.body.view
@@ -151,7 +155,7 @@ class SessionWorker(Worker):
             os.set_blocking(reader, False)
         return True
 
-    def _follow(self, call: Call, ours: socket.socket, commit_on_hello: bool) -> int | None:
+    def _follow(self, call: RunningCall, ours: socket.socket, commit_on_hello: bool) -> int | None:
         """Wait for the clone to say that it is done: its peak memory, or None if it failed."""
         while self.watch(call, ours.fileno()):
             try:
@@ -170,7 +174,7 @@ class SessionWorker(Worker):
                 return None
         return None
 
-    def _next_look(self, call: Call) -> float | None:
+    def _next_look(self, call: RunningCall) -> float | None:
         """Also see to it that a program without a pids cgroup does not clone itself."""
         left = super()._next_look(call)
         if left is None or self.spec.forks or self.spec.level == "strict":
@@ -180,7 +184,7 @@ class SessionWorker(Worker):
             return None
         return left
 
-    def _collect(self, call: Call) -> tuple[int, resource.struct_rusage | None]:
+    def _collect(self, call: RunningCall) -> tuple[int, resource.struct_rusage | None]:
         """The wait status of a clone that failed; it is killed first."""
         if call.pid == 0:
             return int(signal.SIGKILL), None
@@ -244,7 +248,7 @@ class SessionWorker(Worker):
 
     # ------------------------------------------------------------------ head side (untrusted)
 
-    def _become_head(self, request: Request, sock: socket.socket) -> NoReturn:
+    def _become_head(self, request: WorkerRequest, sock: socket.socket) -> NoReturn:
         try:
             os.dup2(sock.fileno(), _HEAD_FD)
             os.closerange(_HEAD_FD + 1, 256)

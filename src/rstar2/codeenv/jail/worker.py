@@ -5,8 +5,8 @@ signals from it. It never parses what a child sends and never keeps what a call 
 input and output live in private buffers that are dropped after each call, so that the next child,
 a copy of this process, finds nothing of its predecessors.
 
-    pool --Request--> worker --fork--> child (stdin, stdout, stderr, record on 0 to 3)
-    pool <--Reply---  worker <-pipes + wait status-
+    pool --WorkerRequest--> worker --fork--> child (stdin, stdout, stderr, record on 0 to 3)
+    pool <--WorkerReply---  worker <-pipes + wait status-
 
 Invariants: one call at a time; after a call nothing of it runs (strict: the whole PID namespace is
 swept); a reply is sent exactly once per request; end of file from the pool ends the worker.
@@ -28,7 +28,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from rstar2.codeenv.jail import confine, frames, runner, seccomp, syscalls
-from rstar2.codeenv.jail.frames import Reply, Request
+from rstar2.codeenv.jail.frames import WorkerReply, WorkerRequest
 
 RESULT_FD = 3
 _FIRST_FD = 4
@@ -63,12 +63,12 @@ class Buffer:
         return count > 0
 
 
-class Call:
+class RunningCall:
     """One child and the pipes to it, as seen by the worker."""
 
     __slots__ = ("cause", "deadline", "pid", "pidfd", "readers", "request", "started", "writers")
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: WorkerRequest) -> None:
         self.request = request
         self.cause = frames.EXITED
         self.pid = 0
@@ -119,7 +119,7 @@ class Call:
             os.close(self.pidfd)
 
 
-class Worker:
+class JailWorker:
     """Serves one socket until it closes."""
 
     def __init__(
@@ -156,7 +156,7 @@ class Worker:
         self.control.sendall(frames.HELLO)
         header = bytearray(frames.REQUEST.size)
         while self._receive(memoryview(header)):
-            request = Request(*frames.REQUEST.unpack(header))
+            request = WorkerRequest(*frames.REQUEST.unpack(header))
             length = request.name + request.code + request.stdin
             if length and not self._receive(self.body.view[:length]):
                 break
@@ -167,11 +167,11 @@ class Worker:
                 self.tidy()
         os._exit(0)
 
-    def answer(self, request: Request) -> None:
+    def answer(self, request: WorkerRequest) -> None:
         """Run one plain call or verification and reply."""
         self.reply(*self._run(request))
 
-    def reply(self, call: Call, status: int, usage: resource.struct_rusage) -> None:
+    def reply(self, call: RunningCall, status: int, usage: resource.struct_rusage) -> None:
         """Send the reply and forget the call."""
         out, err, record = self.streams
         wall = time.monotonic() - call.started
@@ -179,13 +179,13 @@ class Worker:
         cpu = usage.ru_utime + usage.ru_stime
         peak = (usage.ru_maxrss - self.base_rss_kb) / 1024
         self.send(
-            Reply(
+            WorkerReply(
                 call.request.seq, status, call.cause, 0 if clean else 1,
                 out.used, err.used, record.used, wall, cpu, peak if peak > 0 else 0.0,
             )
         )  # fmt: skip
 
-    def send(self, header: Reply) -> None:
+    def send(self, header: WorkerReply) -> None:
         """Header and streams in one go; then the buffers are emptied."""
         parts: list[memoryview | bytes] = [header.pack()]
         total = frames.REPLY.size
@@ -214,8 +214,8 @@ class Worker:
 
     # ------------------------------------------------------------------ one call
 
-    def _run(self, request: Request) -> tuple[Call, int, resource.struct_rusage]:
-        call = Call(request)
+    def _run(self, request: WorkerRequest) -> tuple[RunningCall, int, resource.struct_rusage]:
+        call = RunningCall(request)
         pid = confine.fork()
         if pid == 0:
             self._child(call)
@@ -228,7 +228,7 @@ class Worker:
         call.close()
         return call, status, usage
 
-    def _child(self, call: Call) -> NoReturn:
+    def _child(self, call: RunningCall) -> NoReturn:
         """In the forked child: streams, limits, filter, then the program. Never returns."""
         code = 120
         try:
@@ -259,7 +259,7 @@ class Worker:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         resource.setrlimit(resource.RLIMIT_NPROC, (threads, threads))
 
-    def confine(self, request: Request) -> None:
+    def confine(self, request: WorkerRequest) -> None:
         """Per-call limits and, where there is no PID namespace or cgroup, the per-call filter."""
         cpu = math.ceil(request.cpu_s) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
@@ -270,7 +270,7 @@ class Worker:
                 confine.die_with_parent()
             self.filter.install(os.getpid())
 
-    def watch(self, call: Call, end: int) -> bool:
+    def watch(self, call: RunningCall, end: int) -> bool:
         """Wait until `end` is readable or a limit is hit; True if it is."""
         poller = self.poller
         poller.register(end, select.POLLIN)
@@ -284,7 +284,7 @@ class Worker:
         finally:
             poller.unregister(end)
 
-    def _watch_streams(self, call: Call, end: int) -> bool:
+    def _watch_streams(self, call: RunningCall, end: int) -> bool:
         """A call that takes longer: read what it prints, look at its limits."""
         poller = self.poller
         cap = frames.output_cap(call.request.output_chars)
@@ -311,7 +311,7 @@ class Worker:
             for descriptor in streams:
                 poller.unregister(descriptor)
 
-    def _next_look(self, call: Call) -> float | None:
+    def _next_look(self, call: RunningCall) -> float | None:
         """Seconds until limits must be looked at again; None if the call was killed just now."""
         request = call.request
         left = call.deadline - time.monotonic()
@@ -339,7 +339,7 @@ class Worker:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(-1, 0)
 
-    def _drain(self, call: Call) -> None:
+    def _drain(self, call: RunningCall) -> None:
         """What is left in the pipes of a call that is over; one read gets all that one holds."""
         cap = frames.output_cap(call.request.output_chars)
         for reader, stream in zip(call.readers, self.streams, strict=True):

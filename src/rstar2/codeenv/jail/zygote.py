@@ -31,7 +31,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 def command() -> list[str]:
     """How to start a zygote: isolated from the environment and the current directory."""
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[3])
     program = (
         "import sys; sys.path.append(sys.argv[1]);"
         "from rstar2.codeenv.jail.zygote import main; main(sys.argv[2], int(sys.argv[3]))"
@@ -137,7 +137,7 @@ class Zygote:
     def spawn(self, message: dict[str, Any], descriptors: list[int]) -> int | None:
         """Fork a worker into its jail; returns a handle that becomes readable when it ends."""
         fields = message["spec"]
-        spec = confine.JailSpec(**{**fields, "group": cgroups.Group(**fields["group"])})
+        spec = confine.JailSpec(**{**fields, "group": cgroups.ControlGroup(**fields["group"])})
         try:
             if spec.level == "portable":
                 Path(spec.scratch).mkdir(mode=0o700)
@@ -206,7 +206,7 @@ class Zygote:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             runner.prepare_streams()
             functions = self.functions
-            kind = session.SessionWorker if spec.session else worker.Worker
+            kind = session.SessionWorker if spec.session else worker.JailWorker
             server = kind(
                 control, spec, lambda body, fd: verify.run(functions, body, fd), heap.collapse
             )

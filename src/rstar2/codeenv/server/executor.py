@@ -29,7 +29,7 @@ from dataclasses import replace
 from typing import Any
 
 from rstar2.codeenv.jail import cgroups, frames, verify, warmup
-from rstar2.codeenv.jail.frames import Record, Reply, Request
+from rstar2.codeenv.jail.frames import Record, WorkerReply, WorkerRequest
 from rstar2.codeenv.protocol import (
     PoolStats,
     RunRequest,
@@ -52,11 +52,11 @@ _GRACE_S = 3.0
 _REMEMBER = 4096
 _REMEMBER_BYTES = 64 << 20
 
-Answer = tuple[Reply, bytes, bool]
+Answer = tuple[WorkerReply, bytes, bool]
 """What a worker saw, the streams, and whether the kernel killed for memory."""
 
 
-Attempt = Callable[[Request, float | None], Awaitable[Answer]]
+Attempt = Callable[[WorkerRequest, float | None], Awaitable[Answer]]
 """One try at a call before a deadline (monotonic)."""
 
 
@@ -283,8 +283,8 @@ class Pool:
             )
         return _verified(request.id, reply, body, limits, oom, attempts)
 
-    def _header(self, kind: int, limits: Limits, code: int, stdin: int) -> Request:
-        return Request(
+    def _header(self, kind: int, limits: Limits, code: int, stdin: int) -> WorkerRequest:
+        return WorkerRequest(
             seq=next(self._numbers),
             kind=kind,
             name=0,
@@ -302,7 +302,7 @@ class Pool:
         self,
         attempt: Attempt,
         tries: int,
-        header: Request,
+        header: WorkerRequest,
         arrived: float,
         deadline_s: float | None,
     ) -> tuple[float, int, Answer]:
@@ -325,7 +325,7 @@ class Pool:
     def _on_stock(self, flavour: str, limits: Limits, parts: tuple[bytes, ...]) -> Attempt:
         """How a plain call is made: on any worker whose jail fits."""
 
-        async def attempt(header: Request, deadline: float | None) -> Answer:
+        async def attempt(header: WorkerRequest, deadline: float | None) -> Answer:
             if deadline is None:
                 link = await self.stock.take(flavour, limits)
             else:
@@ -361,27 +361,27 @@ class Pool:
     def _in_session(self, session: str, parts: tuple[bytes, bytes]) -> Attempt:
         """How a session's call is made: in its own worker, never twice."""
 
-        async def attempt(header: Request, deadline: float | None) -> Answer:
+        async def attempt(header: WorkerRequest, deadline: float | None) -> Answer:
             reply, body = await self._sessions.run(session, _within(header, deadline), parts)
             return reply, body, False
 
         return attempt
 
 
-def _within(header: Request, deadline: float | None) -> Request:
+def _within(header: WorkerRequest, deadline: float | None) -> WorkerRequest:
     """The wall limit of a call, cut to what its caller's deadline leaves of it."""
     if deadline is None:
         return header
     return header._replace(wall_s=max(0.001, min(header.wall_s, deadline - time.monotonic())))
 
 
-def _memory_kill(header: Request) -> Reply:
+def _memory_kill(header: WorkerRequest) -> WorkerReply:
     """The reply of a worker that the kernel killed, with its call, for memory."""
-    return Reply(header.seq, 9, frames.EXITED, 1, 0, 0, 0, 0.0, 0.0, float(header.memory_mb))
+    return WorkerReply(header.seq, 9, frames.EXITED, 1, 0, 0, 0, 0.0, 0.0, float(header.memory_mb))
 
 
 def _blame(
-    result: ToolResult, reply: Reply, limits: Limits, deadline_s: float | None
+    result: ToolResult, reply: WorkerReply, limits: Limits, deadline_s: float | None
 ) -> ToolResult:
     """A program cut short by its caller's deadline, not by its own limit, is not to blame."""
     cut_short = reply.cause == frames.WALL and reply.wall_s < 0.99 * (limits.wall_s or 0.0)
@@ -395,7 +395,7 @@ def _blame(
 
 
 def _verified(
-    identity: str, reply: Reply, body: bytes, limits: Limits, oom: bool, attempts: int
+    identity: str, reply: WorkerReply, body: bytes, limits: Limits, oom: bool, attempts: int
 ) -> VerifyResult:
     """What a verification came to."""
     record = Record.parse(body[reply.stdout + reply.stderr :])

@@ -19,7 +19,7 @@ from typing import Any
 
 from rstar2.codeenv.jail import frames, zygote
 from rstar2.codeenv.jail.confine import JailSpec
-from rstar2.codeenv.jail.frames import Reply, Request
+from rstar2.codeenv.jail.frames import WorkerReply, WorkerRequest
 from rstar2.errors import CodeEnvError, DeadlineError, IsolationError
 
 _WARM_UP_S = 120.0
@@ -48,8 +48,8 @@ class WorkerLink(asyncio.Protocol):
         self.used_at = time.monotonic()
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
-        self._header: Reply | None = None
-        self._waiting: asyncio.Future[tuple[Reply, bytes]] | None = None
+        self._header: WorkerReply | None = None
+        self._waiting: asyncio.Future[tuple[WorkerReply, bytes]] | None = None
         self._hello: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.exited: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         """Set by the zygote's word that the worker was reaped: was it killed for memory?"""
@@ -89,7 +89,7 @@ class WorkerLink(asyncio.Protocol):
             size = frames.REPLY.size
             if len(self._buffer) < size:
                 return
-            self._header = Reply(*frames.REPLY.unpack_from(self._buffer))
+            self._header = WorkerReply(*frames.REPLY.unpack_from(self._buffer))
             del self._buffer[:size]
         if len(self._buffer) < self._header.body:
             return
@@ -128,8 +128,8 @@ class WorkerLink(asyncio.Protocol):
             raise DeadlineError(f"worker {self.name} was not ready in {within_s:g} s") from None
 
     async def ask(
-        self, request: Request, parts: tuple[bytes, ...], grace_s: float
-    ) -> tuple[Reply, bytes]:
+        self, request: WorkerRequest, parts: tuple[bytes, ...], grace_s: float
+    ) -> tuple[WorkerReply, bytes]:
         """One call. A worker that is silent beyond the wall limit and a grace is killed."""
         if self._transport is None or not self.alive:
             raise Lost(f"worker {self.name} is gone")

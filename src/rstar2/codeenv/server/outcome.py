@@ -11,7 +11,7 @@ import os
 import signal
 
 from rstar2.codeenv.jail import frames
-from rstar2.codeenv.jail.frames import Record, Reply
+from rstar2.codeenv.jail.frames import Record, WorkerReply
 from rstar2.types import Limits, Outcome, ToolResult, Truncation
 
 
@@ -49,7 +49,7 @@ def limits_hit(cause: int, limits: Limits) -> tuple[Outcome, str] | None:
 
 
 def status_of(
-    reply: Reply, record: Record | None, limits: Limits, oom: bool
+    reply: WorkerReply, record: Record | None, limits: Limits, oom: bool
 ) -> tuple[Outcome, str]:
     """Outcome and message of a call that ended by itself, before output is looked at."""
     if os.WIFSIGNALED(reply.status):
@@ -86,7 +86,7 @@ _SIGNAL_HINTS = {
 
 
 def build(
-    call_id: str, reply: Reply, body: bytes, limits: Limits, isolation: str, oom: bool = False
+    call_id: str, reply: WorkerReply, body: bytes, limits: Limits, isolation: str, oom: bool = False
 ) -> ToolResult:
     """The result of one call. Every limit in `limits` is set."""
     stdout, stderr = body[: reply.stdout], body[reply.stdout : reply.stdout + reply.stderr]

@@ -183,7 +183,7 @@ def _enter_trial(runtime: str) -> None:
         4,
         1,
         worker_uid("strict", 60_099),
-        cgroups.Group(1, None, None),
+        cgroups.ControlGroup(1, None, None),
     )
     try:
         confine.unshare_namespaces(spec)

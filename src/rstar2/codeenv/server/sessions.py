@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from rstar2.codeenv.jail import frames
-from rstar2.codeenv.jail.frames import Reply, Request
+from rstar2.codeenv.jail.frames import WorkerReply, WorkerRequest
 from rstar2.codeenv.protocol import SessionInfo
 from rstar2.codeenv.server import outcome
 from rstar2.codeenv.server.links import Lost, WorkerLink
@@ -116,8 +116,8 @@ class Sessions:
             self._forget(name)
 
     async def run(
-        self, session: str, header: Request, parts: tuple[bytes, bytes]
-    ) -> tuple[Reply, bytes]:
+        self, session: str, header: WorkerRequest, parts: tuple[bytes, bytes]
+    ) -> tuple[WorkerReply, bytes]:
         """One call in a session; the lease is renewed. Lost: the session is gone for good."""
         lease = self._find(session)
         name = session.encode()
@@ -143,11 +143,13 @@ class Sessions:
 
     # ------------------------------------------------------------------ inside
 
-    async def _order(self, family: Family, kind: int, session: str, branch: str = "") -> Reply:
+    async def _order(
+        self, family: Family, kind: int, session: str, branch: str = ""
+    ) -> WorkerReply:
         limits = self.limits
         name, extra = session.encode(), branch.encode()
         self._sequence += 1
-        header = Request(
+        header = WorkerRequest(
             self._sequence | 1 << 62, kind, len(name), len(extra), 0, limits.memory_mb or 0,
             limits.processes or 0, limits.file_mb or 0, 0, _OPEN_S, limits.cpu_s or 0.0,
         )  # fmt: skip

@@ -48,7 +48,7 @@ class Stock:
         self._background: set[asyncio.Task[Any]] = set()
         self._idle: dict[Key, list[WorkerLink]] = {}
         self._numbers = itertools.count(1)
-        self._tree = cgroups.Tree([])
+        self._tree = cgroups.ControlGroupTree([])
 
     async def start(self) -> None:
         """Sweep what dead services left, then warm up the common flavour."""
@@ -59,7 +59,7 @@ class Stock:
         probe.sweep_runtime()
         self.directory = tempfile.mkdtemp(prefix=f"{cgroups.owner_name()}-")
         Path(self.directory).chmod(0o711)
-        self._tree = cgroups.Tree(cgroups.hierarchies())
+        self._tree = cgroups.ControlGroupTree(cgroups.hierarchies())
 
     def start_others(self) -> None:
         """Warm up the other flavours meanwhile; calls that need one early wait or do without."""
