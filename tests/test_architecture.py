@@ -126,3 +126,25 @@ def test_files_and_functions_stay_readable(module: str) -> None:
         and (node.end_lineno or 0) - node.lineno >= LONGEST_FUNCTION
     ]
     assert long == []
+
+
+NAMESAKES = {
+    *("Ahead", "Answer", "App", "Asked", "Batch", "Call", "Check", "Choice", "Decontaminated"),
+    *("Endpoint", "Failed", "Fault", "Fit", "Group", "Head", "Job", "Layer", "Limits", "Line"),
+    *("Message", "ModelShape", "Outcome", "Plan", "Policy", "Problem", "Ranks", "Ready", "Reply"),
+    *("Request", "Response", "Result", "Results", "Reward", "Rollout", "Row", "Run", "Sample"),
+    *("Score", "Selection", "Server", "Session", "Settings", "Shape", "Source", "Span", "State"),
+    *("Step", "Stop", "Trajectory", "Turn", "Unique", "Verdict", "WellFormed", "Worker"),
+}
+"""Class names that more than one module still uses. This list only gets shorter."""
+
+
+def test_one_name_one_class() -> None:
+    """No two classes share a name; a leading underscore is no difference."""
+    places: dict[str, list[str]] = {}
+    for module, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name.lstrip("_"), []).append(module)
+    shared = {name: where for name, where in places.items() if len(where) > 1}
+    assert {name: shared[name] for name in shared.keys() - NAMESAKES} == {}

@@ -1,27 +1,37 @@
-"""What can go wrong, drawn. Failures of a rollout are data (types.Failure), not exceptions that
-end a run; the exceptions below carry a name that ends up in that data or in one clear message.
+"""The exception hierarchy of rstar2.
+
+A failed rollout is data (`types.Failure`) and does not end a run. The `name` of an exception is
+what that data and the metrics show. An error that is raised all over the package is defined here;
+one that belongs to a single module is defined there, and the drawing names that module in brackets.
 
     RstarError
-    ├── UserError                 bad input: names the field, the value and the way out (exit 2)
-    │   ├── RecipeError           a recipe that cannot work
-    │   ├── DataError             a data file that cannot be read (names file and line)
-    │   └── CheckpointError       a torn, foreign or missing checkpoint
-    ├── InfrastructureError       our fault: retried, then dropped and counted; never reward 0
-    │   ├── DeadlineError         a wait ran out
-    │   ├── EngineError           an engine died, refused or answered nonsense
-    │   ├── CodeEnvError          no server could execute a tool call
-    │   │   ├── QueueFullError    back-pressure: try again after retry_after_s
-    │   │   └── IsolationError    the asked-for isolation level cannot be had
-    │   ├── GraderError           the grader failed (not: the answer was wrong)
-    │   └── WeightUpdateError     an engine's probe did not match the learner after an update
-    └── InvariantError            a promise of this code was broken: a bug, never retried
+    ├── UserError                                  bad input: what is wrong, and the way out (exit 2)
+    │   ├── RecipeError                            a recipe that cannot work
+    │   ├── DataError                              an unreadable data file (names file and line)
+    │   ├── CheckpointError                        torn, missing or of another run
+    │   │   └── TornError [learner.checkpoint]     incomplete on disk
+    │   ├── NotRecordedError [viewer.run]          the run did not record this
+    │   └── Refusal [codeenv.wire]                 a request that the code environment refuses
+    ├── InfrastructureError                        retried, then dropped and counted; never reward 0
+    │   ├── DeadlineError                          a wait timed out
+    │   ├── EngineError                            an engine died, refused or sent an invalid answer
+    │   ├── CodeEnvError                           no server could execute a tool call
+    │   │   ├── QueueFullError                     back-pressure: try again after retry_after_s
+    │   │   ├── IsolationError                     the requested isolation level is not available
+    │   │   ├── Lost [codeenv.server.links]        a worker or zygote exited without a reply
+    │   │   └── TransportError [codeenv.client.transport]  a server could not be reached
+    │   ├── GraderError                            the grader failed (not: the answer was wrong)
+    │   ├── WeightUpdateError                      an engine's probe does not match the learner
+    │   ├── RankError [learner.group]              a learner rank died or failed
+    │   └── NodeError [cluster.nodes]              a cluster node, or an actor on it, was lost
+    └── InvariantError                             a bug: code broke its own invariant; never retried
 """
 
 from __future__ import annotations
 
 
 class RstarError(Exception):
-    """Root of every error that rstar2 raises on purpose."""
+    """Base class of every error that rstar2 raises on purpose."""
 
     @property
     def name(self) -> str:
@@ -39,23 +49,23 @@ class RecipeError(UserError):
 
 
 class DataError(UserError):
-    """A data file that cannot be read as asked."""
+    """A data file that cannot be read."""
 
 
 class CheckpointError(UserError):
-    """A torn, foreign or missing checkpoint."""
+    """A checkpoint that is torn, missing or of another run."""
 
 
 class InfrastructureError(RstarError):
-    """Not the model's fault and not the user's: retry, then drop and count."""
+    """Neither the model's fault nor the user's: retried, then dropped and counted."""
 
 
 class DeadlineError(InfrastructureError):
-    """A wait ran out of time."""
+    """A wait timed out."""
 
 
 class EngineError(InfrastructureError):
-    """An inference engine died, refused or answered nonsense."""
+    """An inference engine died, refused a request or sent an invalid answer."""
 
 
 class CodeEnvError(InfrastructureError):
@@ -71,11 +81,11 @@ class QueueFullError(CodeEnvError):
 
 
 class IsolationError(CodeEnvError):
-    """The asked-for isolation level cannot be had here."""
+    """The requested isolation level is not available on this machine."""
 
 
 class GraderError(InfrastructureError):
-    """The grader itself failed; says nothing about the answer."""
+    """The grader itself failed; this says nothing about the answer."""
 
 
 class WeightUpdateError(InfrastructureError):
@@ -83,4 +93,4 @@ class WeightUpdateError(InfrastructureError):
 
 
 class InvariantError(RstarError):
-    """A promise of this code was broken. Always a bug."""
+    """Code broke one of its own invariants. Always a bug."""
