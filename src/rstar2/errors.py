@@ -5,7 +5,7 @@ what that data and the metrics show. An error that is raised all over the packag
 one that belongs to a single module is defined there, and the drawing names that module in brackets.
 
     RstarError
-    ├── UserError                                  bad input: what is wrong, and the way out (exit 2)
+    ├── UserError                                  bad input: what is wrong, and the fix (exit 2)
     │   ├── RecipeError                            a recipe that cannot work
     │   ├── DataError                              an unreadable data file (names file and line)
     │   ├── CheckpointError                        torn, missing or of another run
@@ -24,7 +24,7 @@ one that belongs to a single module is defined there, and the drawing names that
     │   ├── WeightUpdateError                      an engine's probe does not match the learner
     │   ├── RankError [learner.group]              a learner rank died or failed
     │   └── NodeError [cluster.nodes]              a cluster node, or an actor on it, was lost
-    └── InvariantError                             a bug: code broke its own invariant; never retried
+    └── InvariantError                             a bug in this code: never retried
 """
 
 from __future__ import annotations
