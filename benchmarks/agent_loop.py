@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common import Row, arguments, finish, say
-from rstar2.agent.loop import ToolRunner, run_trajectory
+from rstar2.agent.loop import RolloutSpec, ToolRunner, run_trajectory
 from rstar2.agent.parser import TOOL_NAME, parse_turn
 from rstar2.agent.template import Template
 from rstar2.codeenv.client.client import CodeEnvClient
@@ -110,9 +110,7 @@ async def rollouts(
                 tools=tools,
                 template=template,
                 agent=AGENT,
-                sampling=SamplingConfig(),
-                max_length=4096,
-                max_turns=TURNS,
+                spec=RolloutSpec(SamplingConfig(), 4096, TURNS),
             )
             for index in range(count)
         )

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import Row, arguments, finish, say, write_chart
+from rstar2.agent.loop import RolloutSpec
 from rstar2.agent.parser import TOOL_NAME
 from rstar2.agent.template import Template
 from rstar2.codeenv.protocol import RunRequest, VerifyRequest, VerifyResult
@@ -29,7 +30,7 @@ from rstar2.engine.base import Engine, WeightUpdate
 from rstar2.learner.tiny import make_tokenizer
 from rstar2.report.svg import Series, line_chart
 from rstar2.rollout.fleet import Fleet
-from rstar2.rollout.groups import GroupRunner, Limits, together
+from rstar2.rollout.groups import GroupRunner, together
 from rstar2.rollout.scheduler import Scheduler
 from rstar2.types import (
     EngineCapacity,
@@ -138,12 +139,12 @@ async def measure(engines: int, rollouts: int) -> Measured:
         fleet.join(engine.name, 0)
     tools = InstantTools()
     runner = GroupRunner(fleet, tools, tools, template, AGENT)
-    limits = Limits(SamplingConfig(), LIMIT, TURNS)
+    spec = RolloutSpec(SamplingConfig(), LIMIT, TURNS)
 
     async def group(index: int) -> Group:
         problem = Problem(str(index), "What is 6 times 7?", "42", grader="integer")
         return await runner.run(
-            problem, group_id=f"s/1/{index}", step=1, seeds=range(GROUP), limits=limits
+            problem, group_id=f"s/1/{index}", step=1, seeds=range(GROUP), spec=spec
         )
 
     await together([group(-1)])  # imports and caches

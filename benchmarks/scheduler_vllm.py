@@ -38,7 +38,7 @@ from rich.table import Table
 
 from common import Row, arguments, finish, say
 from forced import ForcedEngine, Plan, Script, draw_plans, problems
-from rstar2.agent.loop import run_trajectory
+from rstar2.agent.loop import RolloutSpec, run_trajectory
 from rstar2.agent.template import Template
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.config import (
@@ -154,9 +154,7 @@ async def measure(
                 tools=tools,
                 template=template,
                 agent=AGENT,
-                sampling=SamplingConfig(),
-                max_length=setting.max_length,
-                max_turns=setting.max_turns,
+                spec=RolloutSpec(SamplingConfig(), setting.max_length, setting.max_turns),
             )
         )
     made = await asyncio.gather(*work)

@@ -13,7 +13,7 @@ from agent_fakes import ScriptedGenerator, ScriptedTools
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rstar2.agent.loop import Event, Returned, Sampled, run_trajectory
+from rstar2.agent.loop import Event, Returned, RolloutSpec, Sampled, run_trajectory
 from rstar2.agent.parser import TOOL_NAME
 from rstar2.agent.template import Template
 from rstar2.codeenv.protocol import RunRequest
@@ -66,9 +66,7 @@ async def roll(
         tools=tools,
         template=generator.template,
         agent=agent or AgentConfig(),
-        sampling=SamplingConfig(),
-        max_length=max_length,
-        max_turns=max_turns,
+        spec=RolloutSpec(SamplingConfig(), max_length, max_turns),
         observer=observer,
     )
 

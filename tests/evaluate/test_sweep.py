@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from evaluate_helpers import given, problem, settings
 
+from rstar2.agent.loop import RolloutSpec
 from rstar2.codeenv.protocol import RunRequest, VerifyRequest, VerifyResult
 from rstar2.config import AgentConfig, SamplingConfig, TemplateConfig
 from rstar2.engine.openai import Reply
@@ -18,7 +19,6 @@ from rstar2.errors import EngineError, InfrastructureError
 from rstar2.evaluate.benchmarks import Benchmark
 from rstar2.evaluate.store import EvalDirectory
 from rstar2.evaluate.sweep import EndpointAnswerer, Task, missing, sweep
-from rstar2.rollout.groups import Limits
 from rstar2.types import (
     Failure,
     Finish,
@@ -30,7 +30,7 @@ from rstar2.types import (
 )
 
 SET = Benchmark("set", "made", tuple(problem(name) for name in "abc"))
-LIMITS = Limits(SamplingConfig(), 128, 3)
+LIMITS = RolloutSpec(SamplingConfig(), 128, 3)
 
 
 class Scripted:
@@ -40,7 +40,7 @@ class Scripted:
         self.asked: Counter[tuple[str, int]] = Counter()
         self.lost = set(lost)
 
-    async def answer(self, task: Task, limits: Limits) -> tuple[Trajectory, int]:
+    async def answer(self, task: Task, spec: RolloutSpec) -> tuple[Trajectory, int]:
         key = (task.problem.id, task.sample)
         self.asked[key] += 1
         trajectory = given(*key, "1", correct=True).trajectory

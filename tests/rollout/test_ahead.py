@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
+from rstar2.agent.loop import RolloutSpec
 from rstar2.config import RlConfig, RocConfig, StageConfig
 from rstar2.rollout.ahead import Ahead, Places, drop_stale
 from rstar2.rollout.collector import Collected, Collector
-from rstar2.rollout.groups import Limits
 from rstar2.types import Group, Problem, Reward, StopReason, Trajectory, Turn
 
 STAGE = StageConfig(name="short", steps=4, max_length=64, max_turns=3)
@@ -31,7 +31,7 @@ class Runner:
         self.open = True
 
     async def run(
-        self, problem: Problem, *, group_id: str, step: int, seeds: Sequence[int], limits: Limits
+        self, problem: Problem, *, group_id: str, step: int, seeds: Sequence[int], spec: RolloutSpec
     ) -> Group:
         assert group_id not in self.started, "a group is drawn once"
         self.started.append(group_id)

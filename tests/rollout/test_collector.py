@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from rstar2.agent.loop import RolloutSpec
 from rstar2.config import RlConfig, RocConfig, StageConfig
 from rstar2.errors import EngineError, InfrastructureError
 from rstar2.rollout.collector import Collected, Collector, ProblemOrder
-from rstar2.rollout.groups import Limits
 from rstar2.types import Group, Problem, Reward, StopReason, Trajectory, Turn
 
 STAGE = StageConfig(name="short", steps=4, max_length=64, max_turns=3)
@@ -42,7 +42,7 @@ class DiceRunner:
         self.seeds: dict[str, tuple[int, ...]] = {}
 
     async def run(
-        self, problem: Problem, *, group_id: str, step: int, seeds: Sequence[int], limits: Limits
+        self, problem: Problem, *, group_id: str, step: int, seeds: Sequence[int], spec: RolloutSpec
     ) -> Group:
         assert group_id not in self.seeds, "a group is drawn once"
         self.seeds[group_id] = tuple(seeds)

@@ -11,6 +11,7 @@ from miniature import miniature
 from reference import learner_of
 from serving import engine_of, eventually
 
+from rstar2.agent.loop import RolloutSpec
 from rstar2.agent.template import Template
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.config import AgentConfig, CodeEnvConfig, SamplingConfig, SchedulerConfig
@@ -21,7 +22,7 @@ from rstar2.errors import EngineError
 from rstar2.learner.weights import publish
 from rstar2.problems.load import load_problems
 from rstar2.rollout.fleet import Fleet
-from rstar2.rollout.groups import GroupRunner, Limits, together
+from rstar2.rollout.groups import GroupRunner, together
 from rstar2.rollout.scheduler import Scheduler
 from rstar2.types import Group, WeightVersion
 
@@ -71,7 +72,7 @@ async def test_killed_engine_loses_no_rollout_and_comes_back_proven(
                 group_id=f"kill{attempt}/{index}",
                 step=1,
                 seeds=range(ROLLOUTS),
-                limits=Limits(SamplingConfig(), 128, 3),
+                spec=RolloutSpec(SamplingConfig(), 128, 3),
             )
 
         work = asyncio.ensure_future(together(draw(i, 0) for i in range(GROUPS)))

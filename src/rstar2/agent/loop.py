@@ -48,7 +48,15 @@ from rstar2.types import (
     Turn,
 )
 
-__all__ = ["Event", "Observer", "Returned", "Sampled", "ToolRunner", "run_trajectory"]
+__all__ = [
+    "Event",
+    "Observer",
+    "Returned",
+    "RolloutSpec",
+    "Sampled",
+    "ToolRunner",
+    "run_trajectory",
+]
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +100,16 @@ def reporter(
 # --------------------------------------------------------------------------- the loop
 
 
+@dataclass(frozen=True, slots=True)
+class RolloutSpec:
+    """How one rollout is sampled, and how long it may become."""
+
+    sampling: SamplingConfig
+    max_length: int
+    """Tokens of the whole trajectory: prompt, sampled tokens and tool responses."""
+    max_turns: int
+
+
 async def run_trajectory(
     problem: Problem,
     *,
@@ -102,19 +120,14 @@ async def run_trajectory(
     tools: ToolRunner,
     template: Template,
     agent: AgentConfig,
-    sampling: SamplingConfig,
-    max_length: int,
-    max_turns: int,
+    spec: RolloutSpec,
     observer: Observer | None = None,
     prompt_ids: Sequence[int] | None = None,
 ) -> Trajectory:
     """Roll one problem out. `prompt_ids` replaces the problem's own prompt (chat follow-ups)."""
     start = tuple(template.prompt_ids(problem) if prompt_ids is None else prompt_ids)
     calls = CallRunner(tools, agent, reporter(observer, template.tool_text))
-    rollout = _Rollout(
-        id, seed, start, generator, calls, template, agent, sampling, max_length,
-        max_turns, observer,
-    )  # fmt: skip
+    rollout = _Rollout(id, seed, start, generator, calls, template, agent, spec, observer)
     started_at, clock = time.time(), time.perf_counter()
     try:
         stop = await rollout.run()
@@ -148,9 +161,7 @@ class _Rollout:
     calls: CallRunner
     template: Template
     agent: AgentConfig
-    sampling: SamplingConfig
-    max_length: int
-    max_turns: int
+    spec: RolloutSpec
     observer: Observer | None
     turns: list[Turn] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
@@ -161,9 +172,9 @@ class _Rollout:
 
     async def run(self) -> StopReason:
         """Take turns until one of them ends the rollout."""
-        if len(self.ids) >= self.max_length:
+        if len(self.ids) >= self.spec.max_length:
             return StopReason.MAX_LENGTH
-        for index in range(self.max_turns):
+        for index in range(self.spec.max_turns):
             stop = await self._turn(index)
             if stop is not None:
                 return stop
@@ -212,10 +223,10 @@ class _Rollout:
 
     async def _generate(self, index: int) -> Generation:
         sampling = Sampling(
-            max_new_tokens=self.max_length - len(self.ids),
-            temperature=self.sampling.temperature,
-            top_p=self.sampling.top_p,
-            top_k=self.sampling.top_k,
+            max_new_tokens=self.spec.max_length - len(self.ids),
+            temperature=self.spec.sampling.temperature,
+            top_p=self.spec.sampling.top_p,
+            top_k=self.spec.sampling.top_k,
             stop_ids=self.template.stop_ids,
             seed=derive_seed(self.seed, index),
         )
@@ -249,7 +260,7 @@ class _Rollout:
             return StopReason.MAX_LENGTH
         if not parsed.calls:
             return StopReason.ANSWERED if parsed.answered else StopReason.NO_ANSWER
-        if index + 1 >= self.max_turns:
+        if index + 1 >= self.spec.max_turns:
             return StopReason.MAX_TURNS
         return None
 
@@ -263,7 +274,7 @@ class _Rollout:
             closed=generation.token_ids[-1] in self.template.stop_ids,
         )
         total = len(self.ids) + len(generation.token_ids) + len(response.ids)
-        if total >= self.max_length:
+        if total >= self.spec.max_length:
             return StopReason.MAX_LENGTH, ()
         self.text.append(response.text)
         return None, response.ids
@@ -271,7 +282,7 @@ class _Rollout:
     def _extend(self, sampled: tuple[int, ...], response: tuple[int, ...]) -> None:
         """Append to the ids, never rewrite them: the next prompt has this one as its prefix."""
         before, self.ids = self.ids, self.ids + sampled + response
-        if self.ids[: len(before)] != before or len(self.ids) > self.max_length:
+        if self.ids[: len(before)] != before or len(self.ids) > self.spec.max_length:
             raise InvariantError(f"{self.id}: a turn's prompt must extend the one before it")
 
 

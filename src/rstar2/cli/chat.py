@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 from rich.console import Console
 
-from rstar2.agent.loop import Event, Returned, run_trajectory
+from rstar2.agent.loop import Event, Returned, RolloutSpec, run_trajectory
 from rstar2.agent.template import Template, settings_of
 from rstar2.cli.painter import Painter
 from rstar2.codeenv.client.client import CodeEnvClient
@@ -257,9 +257,9 @@ class EmbeddedSpeaker:
             tools=self._tools,
             template=self._template,
             agent=AgentConfig(),
-            sampling=self._options.sampling,
-            max_length=self._options.max_length,
-            max_turns=self._options.max_turns,
+            spec=RolloutSpec(
+                self._options.sampling, self._options.max_length, self._options.max_turns
+            ),
             observer=_observer(self._painter),
             prompt_ids=prompt,
         )

@@ -19,10 +19,10 @@ from rstar2.cli.data_sources import bar, show_card
 from rstar2.errors import UserError
 
 if TYPE_CHECKING:
+    from rstar2.agent.loop import RolloutSpec
     from rstar2.evaluate.sweep import Answerer
     from rstar2.problems.answers import Ask, Rule, Verdict
     from rstar2.problems.card import Card
-    from rstar2.rollout.groups import Limits
     from rstar2.types import Problem
 
 Problems = Annotated[Path, typer.Argument(help="problems.jsonl, or the directory that holds it")]
@@ -187,11 +187,11 @@ def _filter(
 @asynccontextmanager
 async def _opened(asked: Asked) -> AsyncIterator[Ask]:
     """Start what answers, and the code environment that runs tools and grades."""
+    from rstar2.agent.loop import RolloutSpec
     from rstar2.config import SamplingConfig, TemplateConfig
     from rstar2.evaluate.session import Endpoint, load_template, open_endpoint, open_fleet
-    from rstar2.rollout.groups import Limits
 
-    limits = Limits(
+    spec = RolloutSpec(
         SamplingConfig(temperature=asked.temperature), asked.max_length, asked.max_turns
     )
     plain = None if asked.tools else TemplateConfig(system="none", instruction="paper")
@@ -199,18 +199,18 @@ async def _opened(asked: Asked) -> AsyncIterator[Ask]:
         endpoint = Endpoint(asked.url, asked.served_model, asked.api_key)
         recipe = _recipe(asked, asked.max_length)
         async with open_endpoint(recipe, endpoint, plain or TemplateConfig()) as answerer:
-            yield _asker(answerer, limits)
+            yield _asker(answerer, spec)
         return
     from rstar2.cli.chat import longest, model_directory
 
     assert asked.model is not None
     directory = model_directory(asked.model)
     length = longest(directory, asked.max_length)
-    limits = Limits(limits.sampling, length, asked.max_turns)
+    spec = RolloutSpec(spec.sampling, length, asked.max_turns)
     recipe = _recipe(asked, length)
     template = load_template(directory, plain)
     async with open_fleet(recipe, recipe.scheduler, directory, template) as answerer:
-        yield _asker(answerer, limits)
+        yield _asker(answerer, spec)
 
 
 def _recipe(asked: Asked, length: int) -> Any:
@@ -224,13 +224,13 @@ def _recipe(asked: Asked, length: int) -> Any:
     )
 
 
-def _asker(answerer: Answerer, limits: Limits) -> Ask:
+def _asker(answerer: Answerer, spec: RolloutSpec) -> Ask:
     from rstar2.evaluate.sweep import Task
     from rstar2.problems.answers import Verdict as Made
 
     async def ask(problem: Problem, sample: int, seed: int) -> Verdict:
         task = Task("data", problem, f"data/{problem.id}", sample, seed)
-        trajectory, _ = await answerer.answer(task, limits)
+        trajectory, _ = await answerer.answer(task, spec)
         return Made(trajectory.correct, trajectory.answer, trajectory.failure)
 
     return ask

@@ -191,13 +191,14 @@ async def _draw(
     directory: Path, problems: str, count: int, max_length: int, max_turns: int, seed: int
 ) -> list[tuple[Trajectory, str]]:
     """Answers to the first `count` problems, one each, at temperature 1; with the prompts."""
+    from rstar2.agent.loop import RolloutSpec
     from rstar2.cli.eval import base_recipe
     from rstar2.config import SamplingConfig
     from rstar2.evaluate.benchmarks import load_benchmark
     from rstar2.evaluate.session import load_template, open_fleet
     from rstar2.evaluate.sweep import Task
     from rstar2.pipeline.parts import scheduling
-    from rstar2.rollout.groups import Limits, together
+    from rstar2.rollout.groups import together
     from rstar2.seeds import derive_seed
 
     benchmark = load_benchmark(problems, count)
@@ -207,13 +208,13 @@ async def _draw(
         update={"kv_tokens": max(recipe.engine.kv_tokens, 2 * max_length)}
     )
     recipe = recipe.model_copy(update={"model": model, "engine": engine})
-    limits = Limits(SamplingConfig(temperature=1.0), max_length, max_turns)
+    spec = RolloutSpec(SamplingConfig(temperature=1.0), max_length, max_turns)
     template = load_template(directory, None)
     async with open_fleet(recipe, scheduling(recipe), directory, template) as answerer:
         answers = await together(
             answerer.answer(
                 Task("entropy", problem, f"entropy/1/{n}", 0, derive_seed(seed, "entropy", n)),
-                limits,
+                spec,
             )
             for n, problem in enumerate(benchmark.problems)
         )

@@ -160,15 +160,15 @@ class Job:
         concurrency: int | None,
     ) -> None:
         """Answer the tasks with a progress bar; says what is lost, and how to go on."""
+        from rstar2.agent.loop import RolloutSpec
         from rstar2.evaluate.show import AnswerProgress
         from rstar2.evaluate.sweep import sweep
-        from rstar2.rollout.groups import Limits
 
         asked, engine = self.asked, self.recipe.engine
         sampling = SamplingConfig(
             temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k
         )
-        limits = Limits(sampling, asked.max_length, asked.max_turns)
+        spec = RolloutSpec(sampling, asked.max_length, asked.max_turns)
         engines = max(engine.count, len(engine.urls))
         at_once = ENDPOINT_CONCURRENCY if self.directory is None else engine.max_sequences * engines
         total = sum(len(b.problems) for b in self.benchmarks) * asked.samples
@@ -180,7 +180,7 @@ class Job:
                         tasks,
                         opened,
                         directory,
-                        limits,
+                        spec,
                         concurrency=concurrency or at_once,
                         on_answer=shown.answered,
                     )

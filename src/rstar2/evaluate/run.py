@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import monotonic
 
+from rstar2.agent.loop import RolloutSpec
 from rstar2.config import SamplingConfig
 from rstar2.evaluate.metrics import summarise
 from rstar2.rollout.collector import Runner
-from rstar2.rollout.groups import Limits, together
+from rstar2.rollout.groups import together
 from rstar2.seeds import derive_seed
 from rstar2.types import Evaluation, Group, Problem
 
@@ -23,7 +24,7 @@ async def answer_all(
     step: int,
     seed: int,
     samples: int,
-    limits: Limits,
+    spec: RolloutSpec,
     on_problem: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Group, ...]:
     """`samples` answers to every problem, all at once; groups in the order of the problems."""
@@ -36,7 +37,7 @@ async def answer_all(
             group_id=f"{name}/{step}/{index}",
             step=step,
             seeds=[derive_seed(seed, name, index, sample) for sample in range(samples)],
-            limits=limits,
+            spec=spec,
         )
         done += 1
         on_problem(done, len(problems))
@@ -54,7 +55,7 @@ async def evaluate(
     mode: str,
     seed: int,
     samples: int,
-    limits: Limits,
+    spec: RolloutSpec,
     on_problem: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Evaluation, tuple[Group, ...]]:
     """One mode of one evaluation: the figures and the rollouts they come from."""
@@ -66,7 +67,7 @@ async def evaluate(
         step=step,
         seed=seed,
         samples=samples,
-        limits=limits,
+        spec=spec,
         on_problem=on_problem,
     )
     wall_s = monotonic() - started

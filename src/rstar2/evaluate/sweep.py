@@ -20,6 +20,7 @@ from typing import Protocol
 
 from rstar2.agent.calls import ToolRunner
 from rstar2.agent.dialogue import ChatModel, Dialogue, opening
+from rstar2.agent.loop import RolloutSpec
 from rstar2.config import AgentConfig, TemplateConfig
 from rstar2.engine.openai import OnText, Reply
 from rstar2.errors import InfrastructureError
@@ -27,7 +28,7 @@ from rstar2.evaluate.benchmarks import Benchmark
 from rstar2.evaluate.scores import Answer
 from rstar2.evaluate.store import EvalDirectory, Settings
 from rstar2.reward.grade import Verifier, grade
-from rstar2.rollout.groups import GRADE_DEADLINE_S, GroupRunner, Limits, together
+from rstar2.rollout.groups import GRADE_DEADLINE_S, GroupRunner, together
 from rstar2.seeds import derive_seed
 from rstar2.types import Finish, Message, Problem, Trajectory
 
@@ -49,7 +50,7 @@ class Task:
 class Answerer(Protocol):
     """Rolls a problem out and has it graded; returns it with the tokens of its completion."""
 
-    async def answer(self, task: Task, limits: Limits) -> tuple[Trajectory, int]: ...
+    async def answer(self, task: Task, spec: RolloutSpec) -> tuple[Trajectory, int]: ...
 
 
 def missing(
@@ -75,7 +76,7 @@ async def sweep(
     tasks: Sequence[Task],
     answerer: Answerer,
     directory: EvalDirectory,
-    limits: Limits,
+    spec: RolloutSpec,
     *,
     concurrency: int,
     on_answer: Callable[[Answer], None] = lambda answer: None,
@@ -88,7 +89,7 @@ async def sweep(
     async def worker() -> None:
         nonlocal in_a_row
         for task in queue:
-            trajectory, tokens = await answerer.answer(task, limits)
+            trajectory, tokens = await answerer.answer(task, spec)
             if trajectory.failure is not None:
                 lost[trajectory.failure.name] += 1
                 in_a_row += 1
@@ -116,13 +117,13 @@ class FleetAnswerer:
 
     runner: GroupRunner
 
-    async def answer(self, task: Task, limits: Limits) -> tuple[Trajectory, int]:
+    async def answer(self, task: Task, spec: RolloutSpec) -> tuple[Trajectory, int]:
         trajectory = await self.runner.rollout(
             task.problem,
             group_id=task.group_id,
             index=task.sample,
             seed=task.seed,
-            limits=limits,
+            spec=spec,
         )
         return trajectory, len(trajectory.completion_ids)
 
@@ -177,7 +178,7 @@ class Metered:
 class EndpointAnswerer:
     """The same parser, tools and grader over an endpoint that speaks text.
 
-    `limits.max_length` bounds the completion here: the endpoint's tokenizer is not ours, so the
+    `spec.max_length` bounds the completion here: the endpoint's tokenizer is not ours, so the
     length of its prompt is known only afterwards.
     """
 
@@ -187,17 +188,17 @@ class EndpointAnswerer:
     agent: AgentConfig
     template: TemplateConfig = field(default_factory=TemplateConfig)
 
-    async def answer(self, task: Task, limits: Limits) -> tuple[Trajectory, int]:
+    async def answer(self, task: Task, spec: RolloutSpec) -> tuple[Trajectory, int]:
         for attempt in range(1, self.agent.retries + 2):
-            model = Metered(self.model, limits.max_length)
+            model = Metered(self.model, spec.max_length)
             dialogue = Dialogue(
                 model,
                 self.tools,
                 self.agent,
-                limits.sampling,
+                spec.sampling,
                 opening(task.problem, self.template),
-                limits.max_length,
-                limits.max_turns,
+                spec.max_length,
+                spec.max_turns,
             )
             trajectory = await dialogue.run(
                 task.problem,

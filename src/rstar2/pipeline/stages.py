@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from rstar2.agent.loop import RolloutSpec
 from rstar2.config import OptimizerConfig, Recipe, SamplingConfig, SftConfig, StageConfig
 from rstar2.evaluate.run import GREEDY, answer_all, evaluate
 from rstar2.grpo.batch import make_batch
@@ -32,7 +33,7 @@ from rstar2.record.files import write_aside
 from rstar2.rollout.ahead import Ahead, Places
 from rstar2.rollout.collector import Collected, Collector
 from rstar2.rollout.fleet import total_use
-from rstar2.rollout.groups import Limits, together
+from rstar2.rollout.groups import together
 from rstar2.types import Conversation, Evaluation, Group, Problem
 
 log = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ async def hard_problems(desk: Desk, stage: StageConfig, state: State) -> State:
             step=1,
             seed=desk.recipe.seed,
             samples=stage.difficulty.samples,
-            limits=Limits(desk.recipe.rl.sampling, stage.max_length, stage.max_turns),
+            spec=RolloutSpec(desk.recipe.rl.sampling, stage.max_length, stage.max_turns),
             on_problem=lambda done, total: desk.view.progress(done, total, "problems"),
         )
         found = difficulty(groups)
@@ -303,7 +304,7 @@ async def evaluation(desk: Desk, stage: str, state: State) -> None:
             progress[mode] = done
             desk.view.progress(sum(progress.values()), total, "problems")
 
-        limits = Limits(sampling, config.max_length, config.max_turns)
+        spec = RolloutSpec(sampling, config.max_length, config.max_turns)
         return await evaluate(
             runner,
             problems,
@@ -312,7 +313,7 @@ async def evaluation(desk: Desk, stage: str, state: State) -> None:
             mode=mode,
             seed=desk.recipe.seed,
             samples=samples,
-            limits=limits,
+            spec=spec,
             on_problem=on_problem,
         )
 

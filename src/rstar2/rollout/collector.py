@@ -25,11 +25,11 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
+from rstar2.agent.loop import RolloutSpec
 from rstar2.config import RlConfig, StageConfig
 from rstar2.errors import InfrastructureError
 from rstar2.grpo.batch import teaches
 from rstar2.grpo.roc import select
-from rstar2.rollout.groups import Limits
 from rstar2.seeds import derive_seed
 from rstar2.types import Group, Problem, Selection, WeightVersion
 
@@ -38,7 +38,7 @@ class Runner(Protocol):
     """The one method of GroupRunner that collecting needs."""
 
     async def run(
-        self, problem: Problem, *, group_id: str, step: int, seeds: Sequence[int], limits: Limits
+        self, problem: Problem, *, group_id: str, step: int, seeds: Sequence[int], spec: RolloutSpec
     ) -> Group: ...
 
 
@@ -119,7 +119,7 @@ class Collector:
         """The step whose progress is told; 0 tells of every one."""
         self.order = ProblemOrder(len(problems), seed=seed, stage=stage.name)
         self.refills = ProblemOrder(len(problems), seed=seed, stage=f"{stage.name}/refill")
-        self.limits = Limits(rl.sampling, stage.max_length, stage.max_turns)
+        self.spec = RolloutSpec(rl.sampling, stage.max_length, stage.max_turns)
 
     async def collect(self, step: int, position: int) -> Collected:
         """Draw until the step's batch is full or the refill cap is hit.
@@ -180,7 +180,7 @@ class Collector:
                 group_id=f"{self.stage.name}/{step}/{name}",
                 step=step,
                 seeds=seeds,
-                limits=self.limits,
+                spec=self.spec,
             )
         if not group.informative:
             return Drawn(group, None, used=False, version=version)

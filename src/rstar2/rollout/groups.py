@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from rstar2.agent.loop import ToolRunner, run_trajectory
+from rstar2.agent.loop import RolloutSpec, ToolRunner, run_trajectory
 from rstar2.agent.template import Template
-from rstar2.config import AgentConfig, SamplingConfig
+from rstar2.config import AgentConfig
 from rstar2.engine.base import Generator
 from rstar2.errors import InvariantError
 from rstar2.reward.grade import Verifier, grade
@@ -31,15 +31,6 @@ GRADE_DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What one rollout may use, and how it is sampled."""
-
-    sampling: SamplingConfig
-    max_length: int
-    max_turns: int
-
-
-@dataclass(frozen=True, slots=True)
 class GroupRunner:
     """Draws groups of rollouts; safe to use for many groups at once."""
 
@@ -50,11 +41,11 @@ class GroupRunner:
     agent: AgentConfig
 
     async def run(
-        self, problem: Problem, *, group_id: str, step: int, seeds: Sequence[int], limits: Limits
+        self, problem: Problem, *, group_id: str, step: int, seeds: Sequence[int], spec: RolloutSpec
     ) -> Group:
         """One rollout per seed; the group lists them in the order of the seeds."""
         trajectories = await together(
-            self.rollout(problem, group_id=group_id, index=index, seed=seed, limits=limits)
+            self.rollout(problem, group_id=group_id, index=index, seed=seed, spec=spec)
             for index, seed in enumerate(seeds)
         )
         lost = Counter(t.failure.name for t in trajectories if t.failure is not None)
@@ -64,7 +55,7 @@ class GroupRunner:
         return Group(group_id, problem, step, kept, dict(lost))
 
     async def rollout(
-        self, problem: Problem, *, group_id: str, index: int, seed: int, limits: Limits
+        self, problem: Problem, *, group_id: str, index: int, seed: int, spec: RolloutSpec
     ) -> Trajectory:
         """Run and grade one rollout, again if infrastructure lost it."""
         for attempt in range(1, self.agent.retries + 2):
@@ -78,9 +69,7 @@ class GroupRunner:
                 tools=self.tools,
                 template=self.template,
                 agent=self.agent,
-                sampling=limits.sampling,
-                max_length=limits.max_length,
-                max_turns=limits.max_turns,
+                spec=spec,
             )
             if trajectory.failure is None:
                 trajectory = await grade(trajectory, problem, self.verifier, GRADE_DEADLINE_S)
