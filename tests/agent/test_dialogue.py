@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from agent_fakes import ScriptedTools
 
 from rstar2.agent.dialogue import Dialogue, opening
 from rstar2.agent.loop import Event, Returned, Sampled
@@ -17,6 +16,7 @@ from rstar2.config import AgentConfig, SamplingConfig, TemplateConfig
 from rstar2.engine.openai import Reply
 from rstar2.errors import CodeEnvError, EngineError
 from rstar2.types import Finish, Message, Outcome, Problem, StopReason, ToolResult, Trajectory
+from tests.agent.agent_fakes import ScriptedTools
 
 PROBLEM = Problem("p", "What is 6 times 7?", "42")
 ANSWER = "<answer>\\boxed{42}</answer>"

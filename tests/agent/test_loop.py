@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
-from agent_fakes import ScriptedGenerator, ScriptedTools
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +30,7 @@ from rstar2.types import (
     decode,
     encode,
 )
+from tests.agent.agent_fakes import ScriptedGenerator, ScriptedTools
 
 PROBLEM = Problem("p", "What is 6 times 7?", "42")
 ANSWER = "</reason>\n<answer>\\boxed{42}</answer>"

@@ -5,14 +5,10 @@ Faults that were injected end in a table at the end of the output.
 
 from __future__ import annotations
 
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import faults_table
+from tests.cluster import faults_table
 
 collect_ignore = [] if find_spec("ray") else ["test_ray.py"]
 

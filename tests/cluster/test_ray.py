@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import faults_table
 import pytest
 import yaml
 
 from rstar2.pipeline.figures import timeless
 from rstar2.record import is_finished, read_events, read_groups, read_metrics
+from tests.cluster import faults_table
 
 pytestmark = pytest.mark.timeout(3000)
 

@@ -1,6 +1,6 @@
 """Run the miniature in a process of its own and kill it, -9, at a chosen moment.
 
-    python drive.py DATA RUN MOMENT
+    python -m tests.e2e.drive DATA RUN MOMENT   (from the repository's root)
 
 MOMENT: `never`; `step:STAGE:N` in the middle of the N-th step of a stage; `checkpoint:N` while the
 N-th checkpoint is half written; `stage:NAME` at the start of a stage or evaluation; `term:STAGE:N`
@@ -17,14 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from miniature import miniature
-
 from rstar2.learner import checkpoint
 from rstar2.pipeline.controller import run
 from rstar2.pipeline.view import Quiet, StageKind
 from rstar2.record import RunDirectory
+from tests.e2e.miniature import miniature
 
 
 def die() -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-DRIVE = Path(__file__).with_name("drive.py")
+ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 400
 
 
@@ -16,7 +16,8 @@ def drive(data: Path, run: Path, moment: str = "never") -> int:
     """Run the miniature in its own process; returns how it ended."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "RSTAR2_TEST_RUN": str(run)}
     done = subprocess.run(
-        [sys.executable, str(DRIVE), str(data), str(run), moment],
+        [sys.executable, "-m", "tests.e2e.drive", str(data), str(run), moment],
+        cwd=ROOT,
         env=environment,
         timeout=DEADLINE_S,
         capture_output=True,

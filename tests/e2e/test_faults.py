@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from miniature import miniature
 
 from rstar2.config import Recipe
 from rstar2.pipeline import parts
 from rstar2.pipeline.controller import Result, run
 from rstar2.pipeline.view import Quiet, StageKind
 from rstar2.record import RunDirectory, read_groups, read_metrics
+from tests.e2e.miniature import miniature
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driving import drive
 
 from rstar2.pipeline.figures import timeless
 from rstar2.record import is_finished, read_evaluations, read_events, read_groups, read_metrics
+from tests.e2e.driving import drive
 
 pytestmark = pytest.mark.timeout(1200)
 

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory with one export (`sft`) and the run's own evaluations of it."""
-    from miniature import miniature
-
     from rstar2.pipeline.controller import run
     from rstar2.pipeline.view import Quiet
     from rstar2.record import RunDirectory
+    from tests.e2e.miniature import miniature
 
     root = tmp_path_factory.mktemp("trained")
     whole = miniature(root / "data")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
-from evaluate_helpers import problem, said, settings
 
 from rstar2.errors import UserError
 from rstar2.evaluate.compare import compare, sign_flip_p
 from rstar2.evaluate.scores import score
 from rstar2.evaluate.store import Results
+from tests.evaluate.evaluate_helpers import problem, said, settings
 
 
 def results(rights: list[bool], **changes: object) -> Results:

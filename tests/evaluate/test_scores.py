@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from evaluate_helpers import given, problem, said
 
 from rstar2.evaluate.scores import majority, powers, score, verdict, vote
 from rstar2.types import Outcome
+from tests.evaluate.evaluate_helpers import given, problem, said
 
 
 def test_avg_pass_and_maj_by_hand() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from evaluate_helpers import given, problem, settings
 
 from rstar2.errors import InvariantError, UserError
 from rstar2.evaluate.benchmarks import Benchmark
@@ -18,6 +17,7 @@ from rstar2.evaluate.store import (
     read_results,
     read_settings,
 )
+from tests.evaluate.evaluate_helpers import given, problem, settings
 
 SET = Benchmark("set", "made", (problem("a"), problem("b")))
 

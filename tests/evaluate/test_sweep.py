@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluate_helpers import given, problem, settings
 
 from rstar2.agent.loop import RolloutSpec
 from rstar2.codeenv.protocol import RunRequest, VerifyRequest, VerifyResult
@@ -28,6 +27,7 @@ from rstar2.types import (
     ToolResult,
     Trajectory,
 )
+from tests.evaluate.evaluate_helpers import given, problem, settings
 
 SET = Benchmark("set", "made", tuple(problem(name) for name in "abc"))
 LIMITS = RolloutSpec(SamplingConfig(), 128, 3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from transformers.utils import logging
 from rstar2.types import Batch
 
 logging.disable_progress_bar()
-sys.path.insert(0, str(Path(__file__).parent))  # for learner_helpers
 
 SHAPE = {
     "vocab_size": 97,
@@ -52,6 +50,6 @@ def qwen_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def batch() -> Batch:
-    from learner_helpers import random_batch
+    from tests.learner.learner_helpers import random_batch
 
     return random_batch(random.Random(0))

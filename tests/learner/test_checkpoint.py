@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_helpers import PROBE, make_learner, random_batch, write_forever
 
 from rstar2.config import LossConfig, OptimizerConfig
 from rstar2.errors import CheckpointError
 from rstar2.learner.checkpoint import META, STATE, CheckpointStore, TornError, read_meta
 from rstar2.types import Batch
+from tests.learner.learner_helpers import PROBE, make_learner, random_batch, write_forever
 
 MUON = OptimizerConfig(lr=1e-3, warmup_steps=5, schedule="cosine", matrix_optimizer="muon")
 

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_helpers import (
-    captured_gradient,
-    largest_gap,
-    make_learner,
-    random_batch,
-    reference,
-)
 from transformers import AutoModelForCausalLM
 
 from rstar2.config import LearnerConfig, LossConfig, OptimizerConfig
 from rstar2.errors import InvariantError, RecipeError
 from rstar2.learner.learner import Learner
 from rstar2.types import Batch
+from tests.learner.learner_helpers import (
+    captured_gradient,
+    largest_gap,
+    make_learner,
+    random_batch,
+    reference,
+)
 
 FLOAT64 = 1e-6
 """Relative tolerance of float64 gradients: the models take norms and rotations in float32."""

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_helpers import VOCABULARY, make_learner
 
 from rstar2.config import OptimizerConfig
 from rstar2.errors import RecipeError
 from rstar2.learner.optim import lr_factor, orthogonalise
+from tests.learner.learner_helpers import VOCABULARY, make_learner
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_helpers import ADAMW, hold_group, make_group, random_batch
 from transformers import AutoModelForCausalLM
 
 from rstar2.config import LossConfig, OptimizerConfig
 from rstar2.errors import CheckpointError, DeadlineError
 from rstar2.learner.group import LearnerGroup, RankError
+from tests.learner.learner_helpers import ADAMW, hold_group, make_group, random_batch
 
 MUON = OptimizerConfig(lr=1e-3, matrix_lr=5e-3, matrix_optimizer="muon")
 ROWS = [((1, 2, 3, 4), (0, 1, 0, 1)), ((5, 6, 7), (0, 0, 1)), ((8, 9) * 20, (0, 1) * 20)]

@@ -6,9 +6,9 @@ import random
 from pathlib import Path
 
 import pytest
-from learner_helpers import make_learner, random_batch
 
 from rstar2.config import LossConfig
+from tests.learner.learner_helpers import make_learner, random_batch
 
 
 def test_token_values_are_the_logprobs_of_the_trained_tokens(model_dir: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_helpers import make_learner
 from transformers import AutoModelForCausalLM
 
 from rstar2.config import LossConfig, OptimizerConfig
@@ -20,6 +19,7 @@ from rstar2.errors import WeightUpdateError
 from rstar2.learner.learner import Learner
 from rstar2.learner.weights import publish
 from rstar2.types import Batch, EngineLoad, Sample, Sampling
+from tests.learner.learner_helpers import make_learner
 
 PROBE = tuple(range(1, 40))
 

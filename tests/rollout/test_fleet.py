@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from scripted import ScriptedEngine
 
 from rstar2.config import SchedulerConfig
 from rstar2.engine.base import Engine
@@ -16,6 +15,7 @@ from rstar2.errors import DeadlineError, EngineError
 from rstar2.rollout.fleet import Fleet, total_use
 from rstar2.rollout.scheduler import Scheduler
 from rstar2.types import Generation, Sampling, WeightVersion
+from tests.rollout.scripted import ScriptedEngine
 
 
 def fleet_of(*engines: ScriptedEngine, recover: bool = False) -> Fleet:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from scripted import ScriptedEngine
-
 from rstar2.config import SchedulerConfig
 from rstar2.engine.base import Engine
 from rstar2.rollout.fleet import Fleet
 from rstar2.rollout.scheduler import Scheduler
 from rstar2.rollout.watch import Watchdog
 from rstar2.types import Sampling
+from tests.rollout.scripted import ScriptedEngine
 
 
 class Hanging(ScriptedEngine):

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +14,8 @@ from urllib.request import urlopen
 import pytest
 
 from rstar2.viewer.run import Run, open_runs
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from nasty import write_hostile, write_plain
-from served import serving
+from tests.viewer.nasty import write_hostile, write_plain
+from tests.viewer.served import serving
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

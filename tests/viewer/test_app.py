@@ -8,13 +8,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from nasty import write_plain
 
 from rstar2.cli import main
 from rstar2.cli.view import run_directories
 from rstar2.errors import UserError
 from rstar2.viewer.app import POLICY, App
 from rstar2.viewer.run import Run, open_runs
+from tests.viewer.nasty import write_plain
 
 
 @pytest.fixture

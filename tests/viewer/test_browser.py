@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import pytest
-from nasty import HOSTILE, recipe, write_plain, write_step
-from served import serving
 
 from rstar2.record import RunDirectory, read_groups, read_metrics
+from tests.viewer.nasty import HOSTILE, recipe, write_plain, write_step
+from tests.viewer.served import serving
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

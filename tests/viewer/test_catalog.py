@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from nasty import recipe, write_plain, write_step
 
 from rstar2.record import RunDirectory, read_groups
 from rstar2.viewer.catalog import Catalog
 from rstar2.viewer.run import Run
 from rstar2.viewer.tails import Records, Tail
+from tests.viewer.nasty import recipe, write_plain, write_step
 
 
 def all_of(catalog: Catalog) -> Catalog:

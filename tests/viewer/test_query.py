@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from nasty import write_plain
 
 from rstar2.errors import UserError
 from rstar2.record import read_groups
@@ -14,6 +13,7 @@ from rstar2.types import Trajectory
 from rstar2.viewer import query
 from rstar2.viewer.query import Filter, rollouts
 from rstar2.viewer.run import Run
+from tests.viewer.nasty import write_plain
 
 
 @pytest.fixture(scope="module")

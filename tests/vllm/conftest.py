@@ -21,16 +21,13 @@ import yaml
 if TYPE_CHECKING:
     from rstar2.engine.vllm import VllmEngine
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))  # the miniature task
-
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Problems and SFT conversations of the miniature task."""
-    from miniature import miniature
+    from tests.e2e.miniature import miniature
 
     path = tmp_path_factory.mktemp("data")
     recipe = miniature(path, deterministic=False)
@@ -71,7 +68,7 @@ def other(stage: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def engines(stage: Path) -> AsyncIterator[tuple[VllmEngine, ...]]:
     """Two engines as the pipeline makes them, and one whose linear layers stay packed."""
-    from serving import engine_of
+    from tests.vllm.serving import engine_of
 
     made = (
         engine_of("vllm-0", stage),

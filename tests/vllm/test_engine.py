@@ -6,8 +6,6 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from reference import Reference, learner_of
-from serving import KV_TOKENS, MAX_LENGTH, SEQUENCES, until
 
 from rstar2.engine.base import WeightUpdate
 from rstar2.engine.vllm import STALE, VllmEngine
@@ -15,6 +13,8 @@ from rstar2.engine.vllm_server import STEP_TOKENS
 from rstar2.errors import DeadlineError, EngineError, UserError, WeightUpdateError
 from rstar2.learner.weights import publish
 from rstar2.types import EngineCapacity, Finish, Generation, Sampling
+from tests.vllm.reference import Reference, learner_of
+from tests.vllm.serving import KV_TOKENS, MAX_LENGTH, SEQUENCES, until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 

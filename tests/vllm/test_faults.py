@@ -7,9 +7,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from miniature import miniature
-from reference import learner_of
-from serving import engine_of, eventually
 
 from rstar2.agent.loop import RolloutSpec
 from rstar2.agent.template import Template
@@ -25,6 +22,9 @@ from rstar2.rollout.fleet import Fleet
 from rstar2.rollout.groups import GroupRunner, together
 from rstar2.rollout.scheduler import Scheduler
 from rstar2.types import Group, WeightVersion
+from tests.e2e.miniature import miniature
+from tests.vllm.reference import learner_of
+from tests.vllm.serving import engine_of, eventually
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import sft_rows
 
 from rstar2.problems.prepare import Source, read_problems
 from rstar2.problems.rows import Row, read_rows
@@ -14,6 +13,7 @@ from rstar2.problems.sft import checks
 from rstar2.problems.sft.calls import Call, signature
 from rstar2.problems.sft.converters import CONVERTERS, Said, Talk
 from rstar2.types import Problem
+from tests.problems.sft import sft_rows
 
 U, A, T = Said("user", "q"), Said("assistant", "a"), Said("tool", "r")
 C = Said("assistant", "", (Call("f", {}),))

@@ -7,7 +7,6 @@ import json
 from typing import Any
 
 import pytest
-import sft_rows
 
 from rstar2.agent.parser import TOOL_NAME, parse_turn
 from rstar2.errors import UserError
@@ -15,6 +14,7 @@ from rstar2.problems.sft.calls import BadCall
 from rstar2.problems.sft.checks import ValidCalls, WellFormed
 from rstar2.problems.sft.converters import CONVERTERS, Unusable, recognise, to_conversation
 from rstar2.types import Conversation
+from tests.problems.sft import sft_rows
 
 
 def convert(name: str, fields: dict[str, Any]) -> Conversation:

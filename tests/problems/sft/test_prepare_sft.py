@@ -9,7 +9,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import sft_rows
 from typer.testing import CliRunner
 
 from rstar2.cli.data import app
@@ -18,6 +17,7 @@ from rstar2.learner.tiny import make_tokenizer
 from rstar2.problems.conversations import read_conversations
 from rstar2.problems.sft import checks
 from rstar2.problems.sft.prepare import Mixture, SftSource, prepare_sft
+from tests.problems.sft import sft_rows
 
 
 def write(path: Path, *rows: Any) -> str:

@@ -1,0 +1,1 @@
+"""The tests: helpers are imported by their full name, `from tests.e2e.miniature import ...`."""
