@@ -13,7 +13,10 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "rstar2"
 
 LAYERS = (
-    {"types", "errors", "seeds", "environment", "malloc"},
+    {
+        *("types", "errors", "seeds", "environment", "malloc"),
+        *("files", "child", "model_config"),
+    },
     {"config", "record", "track"},
     {
         *("agent", "codeenv", "engine", "entropy", "evaluate", "grpo", "learner"),

@@ -15,6 +15,7 @@ from markupsafe import Markup
 from rstar2.entropy import show
 from rstar2.entropy.classes import CLASSES, Token
 from rstar2.entropy.table import Analysis, Point
+from rstar2.files import write_file
 from rstar2.report import svg
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -64,9 +65,7 @@ def write_page(
         heats=heats,
         levels=range(LEVELS),
     )
-    aside = path.with_name(path.name + ".new")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
+    write_file(path, text)
 
 
 def pieces(tokens: Sequence[Token], turns: int, scale: float) -> tuple[tuple[Piece, ...], ...]:

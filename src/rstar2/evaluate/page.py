@@ -16,8 +16,8 @@ from markupsafe import Markup
 
 from rstar2.evaluate.scores import Answer, Score
 from rstar2.evaluate.store import Results, read_answers, read_problems, read_results
+from rstar2.files import write_file
 from rstar2.record import read_environment
-from rstar2.record.files import write_aside
 from rstar2.report import svg
 from rstar2.report.page import FORBID, Figure
 from rstar2.report.segments import Segment, segments
@@ -50,7 +50,7 @@ def write_page(path: Path) -> Path:
     results = read_results(path)
     shown = {name: list(examples(path, name)) for name in results.scores}
     page = path / "report.html"
-    write_aside(page, render(results, read_environment(path), shown).encode())
+    write_file(page, render(results, read_environment(path), shown).encode())
     return page
 
 

@@ -30,8 +30,9 @@ from rstar2 import environment
 from rstar2.errors import InvariantError, UserError
 from rstar2.evaluate.benchmarks import Benchmark
 from rstar2.evaluate.scores import Answer, Score
+from rstar2.files import write_file
 from rstar2.record import flatten
-from rstar2.record.files import JsonLines, RunLock, cut_torn_line, write_aside
+from rstar2.record.files import JsonLines, RunLock, cut_torn_line
 from rstar2.record.read import read_lines
 from rstar2.types import Problem, Turn, decode, encode
 
@@ -95,8 +96,8 @@ class EvalDirectory:
             else:
                 for benchmark in benchmarks:
                     _write_problems(path, benchmark)
-                write_aside(path / "environment.json", encode(environment.describe()))
-            write_aside(path / SETTINGS, encode(settings))
+                write_file(path / "environment.json", encode(environment.describe()))
+            write_file(path / SETTINGS, encode(settings))
         except BaseException:
             lock.release()
             raise
@@ -133,7 +134,7 @@ class EvalDirectory:
         """Write the results."""
         complete = all(score.missing == 0 for score in scores.values())
         results = Results(self.settings, scores, complete, rescored)
-        write_aside(self.path / RESULTS, encode(results))
+        write_file(self.path / RESULTS, encode(results))
         return results
 
     def close(self) -> None:
@@ -238,7 +239,7 @@ def _write_problems(path: Path, benchmark: Benchmark) -> None:
     folder = path / "problems"
     folder.mkdir(exist_ok=True)
     lines = b"".join(encode(problem) + b"\n" for problem in benchmark.problems)
-    write_aside(folder / f"{benchmark.name}.jsonl", lines)
+    write_file(folder / f"{benchmark.name}.jsonl", lines)
 
 
 def _check_same(path: Path, settings: Settings) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import os
 import random
 import shutil
 import warnings
@@ -33,6 +32,7 @@ from torch import Tensor
 
 from rstar2.config import OptimizerConfig
 from rstar2.errors import CheckpointError
+from rstar2.files import remove_unfinished, replacing_directory
 
 if TYPE_CHECKING:
     from rstar2.learner.learner import Learner
@@ -100,12 +100,15 @@ class CheckpointStore:
 
 def save(path: Path, learner: Learner, extra: dict[str, Any]) -> None:
     """Write a checkpoint; called by every rank."""
-    with written_aside(path) if learner.rank == 0 else nullcontext() as aside:
-        directory = _told_by_rank_0(aside)
+    if learner.rank == 0:
+        remove_unfinished(path.parent)
+    with replacing_directory(path) if learner.rank == 0 else nullcontext() as temporary:
+        directory = _told_by_rank_0(temporary)
         with _one_process_is_meant():
             dcp.save(_tensors(learner), checkpoint_id=directory / STATE)
         if learner.rank == 0:
-            write_synced(directory / META, json.dumps(_meta(learner, directory, extra), indent=1))
+            meta = json.dumps(_meta(learner, directory, extra), indent=1)
+            (directory / META).write_text(meta, encoding="utf-8")
     _told_by_rank_0(path)  # all ranks leave when the rename is done
 
 
@@ -196,46 +199,6 @@ def _difference(saved: dict[str, list[int]], found: dict[str, list[int]]) -> str
 
 
 # --------------------------------------------------------------------------- files
-
-
-@contextmanager
-def written_aside(path: Path) -> Iterator[Path]:
-    """Write a directory under another name and give it its own at the end, on disk by then."""
-    aside = path.parent / f".{path.name}.writing"
-    replaced = path.parent / f".{path.name}.replaced"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in (*path.parent.glob(".*.writing"), *path.parent.glob(".*.replaced")):
-        shutil.rmtree(leftover)
-    aside.mkdir()
-    yield aside
-    _sync_tree(aside)
-    if path.exists():
-        path.rename(replaced)
-    aside.rename(path)
-    _sync(path.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def write_synced(path: Path, text: str) -> None:
-    """Write a small file and wait until it is on disk."""
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_tree(directory: Path) -> None:
-    for part in sorted(directory.rglob("*")):
-        _sync(part)
-    _sync(directory)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rstar2.engine.base import Engine, WeightUpdate
 from rstar2.errors import WeightUpdateError
-from rstar2.learner.checkpoint import written_aside
+from rstar2.files import replacing_directory
 from rstar2.types import WeightVersion
 
 if TYPE_CHECKING:
@@ -172,14 +172,14 @@ def export(
         tokenizer.chat_template = chat_template
     config = type(model.config).from_dict(model.config.to_dict())
     config.dtype = dtype
-    with written_aside(path) as aside:
+    with replacing_directory(path) as temporary:
         narrow = {name: value.to(dtype) for name, value in _untied(state).items()}
-        save_torch_state_dict(narrow, aside, max_shard_size="5GB", metadata={"format": "pt"})
-        config.save_pretrained(aside)
+        save_torch_state_dict(narrow, temporary, max_shard_size="5GB", metadata={"format": "pt"})
+        config.save_pretrained(temporary)
         if model.can_generate():
-            model.generation_config.save_pretrained(aside)
+            model.generation_config.save_pretrained(temporary)
         if tokenizer is not None:
-            tokenizer.save_pretrained(aside)
+            tokenizer.save_pretrained(temporary)
 
 
 def _untied(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ from rstar2.config import OptimizerConfig, Recipe, SchedulerConfig
 from rstar2.engine.base import Engine
 from rstar2.engine.make import make_engines
 from rstar2.errors import EngineError, InfrastructureError, RecipeError, WeightUpdateError
+from rstar2.files import replacing_directory
 from rstar2.learner.weights import probe_tolerance, publish
 from rstar2.problems.load import load_problems
 from rstar2.rollout.fleet import Fleet
@@ -332,13 +333,11 @@ def find_model(recipe: Recipe, directory: Path) -> Path | str:
 
     path = directory / "model"
     if not path.exists():
-        aside = directory / "model.new"
-        shutil.rmtree(aside, ignore_errors=True)
-        if recipe.model.path == TINY:
-            make_tiny(aside, recipe.seed)
-        else:
-            make_smollm2(aside)
-        aside.rename(path)
+        with replacing_directory(path) as temporary:
+            if recipe.model.path == TINY:
+                make_tiny(temporary, recipe.seed)
+            else:
+                make_smollm2(temporary)
     return path
 
 

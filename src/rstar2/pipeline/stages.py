@@ -20,6 +20,7 @@ import msgspec
 from rstar2.agent.loop import RolloutSpec
 from rstar2.config import OptimizerConfig, Recipe, SamplingConfig, SftConfig, StageConfig
 from rstar2.evaluate.run import GREEDY, answer_all, evaluate
+from rstar2.files import write_file
 from rstar2.grpo.batch import make_batch
 from rstar2.pipeline.collapse import watch
 from rstar2.pipeline.figures import Clock, engine_metrics, staleness_metrics, step_metrics
@@ -29,7 +30,6 @@ from rstar2.pipeline.view import StageKind, View
 from rstar2.problems.conversations import batches, held_out, sft_steps
 from rstar2.problems.difficulty import difficulty
 from rstar2.record import RunDirectory, evaluation_stage, filter_stage
-from rstar2.record.files import write_aside
 from rstar2.rollout.ahead import Ahead, Places
 from rstar2.rollout.collector import Collected, Collector
 from rstar2.rollout.fleet import total_use
@@ -133,7 +133,7 @@ async def hard_problems(desk: Desk, stage: StageConfig, state: State) -> State:
             desk.run.trajectories(name, 1, group)
         desk.run.metrics(name, 1, found.metrics())
         known = {"version": state.version, "kept": found.kept}
-        write_aside(file, msgspec.json.encode(known))
+        write_file(file, msgspec.json.encode(known))
     kept = tuple(known["kept"])
     desk.view.note(f"{stage.name}: {len(kept)} of {len(desk.parts.problems)} problems are hard")
     return replace(state, kept={**state.kept, stage.name: kept})

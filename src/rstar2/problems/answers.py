@@ -26,10 +26,11 @@ import msgspec
 import numpy as np
 
 from rstar2.errors import DataError, EngineError, UserError
+from rstar2.files import write_file
 from rstar2.problems.card import DROPPED, JSON, MARKDOWN, Bin, Card, Dropped, StepCount, read_card
 from rstar2.problems.load import read_jsonl
 from rstar2.problems.prepare import PROBLEMS
-from rstar2.record.files import JsonLines, RunLock, write_aside
+from rstar2.record.files import JsonLines, RunLock
 from rstar2.record.read import read_lines
 from rstar2.seeds import derive_seed
 from rstar2.types import Failure, Problem, encode
@@ -197,7 +198,7 @@ class Asking:
             foreign = [p.name for p in self.out.iterdir() if p.name != ".lock"]
             if foreign:
                 raise UserError(f"output {self.out} is not empty (it holds {foreign[0]})")
-            write_aside(path, encode(asked))
+            write_file(path, encode(asked))
             return
         before = msgspec.json.decode(path.read_bytes())
         changed = [key for key in asked if asked[key] != before.get(key)]
@@ -292,8 +293,8 @@ class Asking:
             path.replace(self.out / name)
         card.steps.append(count)
         card.notes.append(f"{rule.name}: {self.answered:,} answers of {self._model()}")
-        write_aside(self.out / MARKDOWN, card.markdown().encode())
-        write_aside(self.out / JSON, encode(card))
+        write_file(self.out / MARKDOWN, card.markdown().encode())
+        write_file(self.out / JSON, encode(card))
         return card
 
     def _count_sources(self) -> dict[str, int]:

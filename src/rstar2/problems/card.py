@@ -7,9 +7,8 @@ not at all, and the file of dropped rows.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -17,6 +16,7 @@ from typing import IO
 import msgspec
 
 from rstar2.errors import DataError
+from rstar2.files import replacing_directory
 from rstar2.types import decode, encode
 
 EXAMPLES = 3
@@ -155,17 +155,11 @@ def check_new(out: Path) -> None:
 
 @contextmanager
 def output_directory(out: Path) -> Iterator[Path]:
-    """A directory aside, renamed to `out` at the end; on an error nothing of it stays."""
+    """A temporary directory that gets the name `out` at the end; an error leaves nothing."""
     check_new(out)
-    aside = out.with_name(out.name + ".partial")
-    try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-    except OSError as error:
-        raise DataError(f"output {str(out)!r} cannot be written: {error.strerror}") from error
-    try:
-        yield aside
-        aside.rename(out)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
+    with ExitStack() as stack:
+        try:
+            temporary = stack.enter_context(replacing_directory(out))
+        except OSError as error:
+            raise DataError(f"output {str(out)!r} cannot be written: {error.strerror}") from error
+        yield temporary

@@ -16,7 +16,8 @@ import yaml
 from rstar2 import environment
 from rstar2.config import Recipe
 from rstar2.errors import InfrastructureError, InvariantError, RecipeError, UserError
-from rstar2.record.files import Head, JsonLines, RunLock, write_aside
+from rstar2.files import write_file
+from rstar2.record.files import Head, JsonLines, RunLock
 from rstar2.record.index import entry_of
 from rstar2.record.read import (
     GroupLine,
@@ -102,8 +103,8 @@ class RunDirectory:
                 _check_same_run(path, recipe)
             else:
                 about = {"schema": SCHEMA, "seed": recipe.seed, **environment.describe()}
-                write_aside(path / "environment.json", msgspec.json.format(encode(about)))
-            write_aside(path / "recipe.yaml", dump_recipe(recipe).encode())
+                write_file(path / "environment.json", msgspec.json.format(encode(about)))
+            write_file(path / "recipe.yaml", dump_recipe(recipe).encode())
             run = cls(path, recipe, lock, resumed=resumed)
         except BaseException:
             lock.release()

@@ -14,6 +14,7 @@ from typing import IO, Any
 import msgspec
 
 from rstar2.errors import UserError
+from rstar2.files import replacing_file
 from rstar2.types import encode
 
 
@@ -53,22 +54,18 @@ class JsonLines:
         self._file.close()
 
     def drop(self, unwanted: Callable[[Head], bool]) -> int:
-        """Remove the lines whose head is unwanted; the file is replaced whole or not at all."""
+        """Remove the lines whose head is unwanted; returns how many. The write is atomic."""
         self._file.close()
-        aside = self.path.with_name(self.path.name + ".new")
-        dropped = 0
-        with self.path.open("rb") as old, aside.open("wb") as new:
-            for line in old:
-                if unwanted(msgspec.json.decode(line, type=Head)):
-                    dropped += 1
-                else:
-                    new.write(line)
-            new.flush()
-            os.fsync(new.fileno())
-        if dropped:
-            aside.replace(self.path)
-        else:
-            aside.unlink()
+
+        def is_unwanted(line: bytes) -> bool:
+            return unwanted(msgspec.json.decode(line, type=Head))
+
+        with self.path.open("rb") as old:
+            dropped = sum(map(is_unwanted, old))
+            if dropped:
+                old.seek(0)
+                with replacing_file(self.path) as new:
+                    new.writelines(line for line in old if not is_unwanted(line))
         self._file = self.path.open("ab", buffering=1 << 20)
         self._size = self.path.stat().st_size
         return dropped
@@ -129,10 +126,3 @@ def _release_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_release_in_child)
-
-
-def write_aside(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all."""
-    aside = path.with_name(path.name + ".new")
-    aside.write_bytes(data)
-    aside.replace(path)

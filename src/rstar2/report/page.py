@@ -14,6 +14,7 @@ import jinja2
 import yaml
 from markupsafe import Markup
 
+from rstar2.files import write_file
 from rstar2.report import svg
 from rstar2.report.examples import choose_examples
 from rstar2.report.summary import StageCurve, Summary, duration, summarise
@@ -49,9 +50,7 @@ class Headline:
 def write_report(run: Path) -> Path:
     """Write report.html into the run directory, whole or not at all; returns its path."""
     path = run / "report.html"
-    aside = path.with_name("report.html.new")
-    aside.write_text(render(summarise(run)), encoding="utf-8")
-    aside.replace(path)
+    write_file(path, render(summarise(run)))
     return path
 
 
