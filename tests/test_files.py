@@ -31,7 +31,7 @@ def test_an_exception_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_file(path, "old")
     with pytest.raises(TypeError), replacing_file(path) as file:
-        file.writelines((b"half", None))  # type: ignore[list-item]
+        file.writelines((b"half", None))  # type: ignore[arg-type]
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
