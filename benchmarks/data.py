@@ -97,11 +97,11 @@ def decode(path: Path, out: Path, evaluation: Path) -> int:
 
 def ours(path: Path, out: Path, evaluation: Path) -> int:
     from rstar2.cli.data import _steps
-    from rstar2.problems.prepare import Source, prepare
+    from rstar2.problems.prepare import ProblemSource, prepare
     from rstar2.problems.sources import READERS
 
     steps = _steps(True, 12, [str(evaluation)])
-    source = Source(str(path), "made", READERS["gsm8k"])
+    source = ProblemSource(str(path), "made", READERS["gsm8k"])
     card = asyncio.run(prepare([source], steps, out))
     dropped = sum(step.entered - step.left for step in card.steps)
     assert card.kept + dropped == card.sources["made"], "a row was lost"

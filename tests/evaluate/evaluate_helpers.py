@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rstar2.evaluate.scores import Answer, Verdict
-from rstar2.evaluate.store import Settings
+from rstar2.evaluate.scores import AnswerSummary, GradedAnswer
+from rstar2.evaluate.store import EvalSettings
 from rstar2.types import (
     Outcome,
     Problem,
@@ -22,7 +22,7 @@ def problem(id: str, answer: str = "1", kind: str = "") -> Problem:
 
 def given(
     id: str, sample: int, value: str | None, *, correct: bool, outcomes: tuple[Outcome, ...] = ()
-) -> Answer:
+) -> GradedAnswer:
     """An answer with one turn."""
     calls = tuple(ToolCall(str(i), "python", code="print(1)") for i in range(len(outcomes)))
     results = tuple(ToolResult(str(i), o) for i, o in enumerate(outcomes))
@@ -39,14 +39,14 @@ def given(
         text=f"<answer>\\boxed{{{value}}}</answer>",
         reward=Reward(float(correct), value, "integer"),
     )
-    return Answer("set", id, sample, 3, trajectory)
+    return GradedAnswer("set", id, sample, 3, trajectory)
 
 
-def said(id: str, sample: int, vote: str | None, correct: bool = False) -> Verdict:
-    return Verdict(id, sample, correct, vote, 10 * (sample + 1), 1, StopReason.ANSWERED, {})
+def said(id: str, sample: int, vote: str | None, correct: bool = False) -> AnswerSummary:
+    return AnswerSummary(id, sample, correct, vote, 10 * (sample + 1), 1, StopReason.ANSWERED, {})
 
 
-def settings(**changes: object) -> Settings:
+def settings(**changes: object) -> EvalSettings:
     values: dict[str, object] = {
         "model": "m",
         "weights": "w",
@@ -60,4 +60,4 @@ def settings(**changes: object) -> Settings:
         "max_turns": 3,
         "seed": 0,
     }
-    return Settings(**(values | changes))  # type: ignore[arg-type]
+    return EvalSettings(**(values | changes))  # type: ignore[arg-type]

@@ -9,15 +9,15 @@ import pytest
 from rstar2.errors import UserError
 from rstar2.evaluate.compare import compare, sign_flip_p
 from rstar2.evaluate.scores import score
-from rstar2.evaluate.store import Results
+from rstar2.evaluate.store import EvalResults
 from tests.evaluate.evaluate_helpers import problem, said, settings
 
 
-def results(rights: list[bool], **changes: object) -> Results:
+def results(rights: list[bool], **changes: object) -> EvalResults:
     problems = [problem(str(n)) for n in range(len(rights))]
     verdicts = [said(p.id, 0, "1", r) for p, r in zip(problems, rights, strict=True)]
     asked = settings(samples=1, **changes)
-    return Results(asked, {"set": score("set", problems, verdicts, samples=1)}, True)
+    return EvalResults(asked, {"set": score("set", problems, verdicts, samples=1)}, True)
 
 
 def mcnemar(better: int, worse: int) -> float:

@@ -19,11 +19,11 @@ from rstar2.problems.answers import (
     NotAlwaysSolved,
     Question,
     Rule,
-    Verdict,
+    SampledAnswer,
 )
 from rstar2.types import Failure, Problem
 
-LOST = Verdict(False, failure=Failure("engine", "gone"))
+LOST = SampledAnswer(False, failure=Failure("engine", "gone"))
 
 
 # --------------------------------------------------------------------------- rules
@@ -72,13 +72,13 @@ class Model:
         self.seeds: dict[tuple[str, int], int] = {}
         self.stop_after: int | None = None
 
-    async def __call__(self, problem: Problem, sample: int, seed: int) -> Verdict:
+    async def __call__(self, problem: Problem, sample: int, seed: int) -> SampledAnswer:
         if self.stop_after is not None and self.asked.total() >= self.stop_after:
             raise Interrupted
         self.asked[problem.id, sample] += 1
         assert self.seeds.setdefault((problem.id, sample), seed) == seed
         mark = self.marks[problem.id][sample]
-        return LOST if mark == "x" else Verdict(mark == "1", mark)
+        return LOST if mark == "x" else SampledAnswer(mark == "1", mark)
 
 
 def problems(folder: Path, *ids: str, source: str = "omr") -> Path:

@@ -12,9 +12,9 @@ from rstar2.codeenv.protocol import VerifyRequest, VerifyResult
 from rstar2.errors import DataError, UserError
 from rstar2.problems import clean
 from rstar2.problems.overlap import words
-from rstar2.problems.prepare import Card, Source, prepare, read_problems
-from rstar2.problems.rows import Row
-from rstar2.problems.sources import READERS, Malformed, mapped, recognise, to_problem
+from rstar2.problems.prepare import Card, ProblemSource, prepare, read_problems
+from rstar2.problems.rows import DataRow
+from rstar2.problems.sources import READERS, MalformedRow, mapped, recognise, to_problem
 from rstar2.types import Problem
 
 DAPO = (
@@ -72,13 +72,15 @@ def write(path: Path, *rows: Any) -> str:
 def test_every_publishers_row_is_recognised_and_read(name: str) -> None:
     fields, prompt, answer = ROWS[name]
     assert recognise(fields) == name
-    found = to_problem(Row("f:3", 3, fields), READERS[name], "src")
+    found = to_problem(DataRow("f:3", 3, fields), READERS[name], "src")
     assert (found.prompt, found.answer, found.id) == (prompt, answer, "src-3")
 
 
 def test_integers_get_the_integer_grader() -> None:
-    assert to_problem(Row("f:1", 1, ROWS["euler"][0]), READERS["euler"], "s").grader == "integer"
-    assert to_problem(Row("f:1", 1, ROWS["math"][0]), READERS["math"], "s").grader == "math"
+    assert (
+        to_problem(DataRow("f:1", 1, ROWS["euler"][0]), READERS["euler"], "s").grader == "integer"
+    )
+    assert to_problem(DataRow("f:1", 1, ROWS["math"][0]), READERS["math"], "s").grader == "math"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,7 @@ def test_integers_get_the_integer_grader() -> None:
     ],
 )
 def test_a_malformed_row_names_its_field(name: str, fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(Malformed, match=message):
+    with pytest.raises(MalformedRow, match=message):
         READERS[name](fields)
 
 
@@ -119,7 +121,7 @@ def test_unknown_fields_list_the_choices() -> None:
 
 def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no row"):
-        list(read_problems(Source(write(tmp_path / "a.jsonl"), "a")))
+        list(read_problems(ProblemSource(write(tmp_path / "a.jsonl"), "a")))
 
 
 # --------------------------------------------------------------------------- steps
@@ -132,24 +134,29 @@ def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
         (clean.NotGiant(), problem("p", "9" * 12), problem("p", "9" * 13), "13 digits"),
         (clean.NotGiant(), problem("p", "x" * 60), problem("p", "x" * 61), "61 characters"),
         (
-            clean.WellFormed(),
+            clean.VerifiableProblems(),
             problem("What is two plus two?"),
             problem("Prove that two is prime."),
             "prove",
         ),
         (
-            clean.WellFormed(),
+            clean.VerifiableProblems(),
             problem("Graph theory: how many edges has K5?"),
             problem("How long is AB in the figure below?"),
             "picture",
         ),
         (
-            clean.WellFormed(),
+            clean.VerifiableProblems(),
             problem("Find (a) x if (b) y is 2"),
             problem("Do this:\n(a) Find x.\n(b) Find y."),
             "several",
         ),
-        (clean.WellFormed(), problem("Find x now"), problem("Find x"), "fewer than 3 words"),
+        (
+            clean.VerifiableProblems(),
+            problem("Find x now"),
+            problem("Find x"),
+            "fewer than 3 words",
+        ),
         (
             clean.GoldsReadable(),
             problem("p", "7", grader="integer"),
@@ -159,14 +166,14 @@ def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
     ],
 )
 def test_a_step_keeps_and_drops(
-    step: clean.Step, kept: Problem, dropped: Problem, reason: str
+    step: clean.Filter, kept: Problem, dropped: Problem, reason: str
 ) -> None:
     assert step.drop(kept) is None
     assert reason in (step.drop(dropped) or "kept")
 
 
 def test_duplicates_exact_and_near_but_not_with_other_numbers() -> None:
-    step = clean.Unique()
+    step = clean.UniqueProblems()
     text = (
         "A train leaves at 7 with 120 people and comes back at 9 with 80; how many got off in all?"
     )
@@ -196,7 +203,7 @@ EVAL = (
     ],
 )
 def test_planted_overlaps_are_found(planted: str) -> None:
-    step = clean.Decontaminated.against([problem(EVAL)])
+    step = clean.decontaminated([problem(EVAL)])
     assert "shares 8 words" in (step.drop(problem(planted)) or "kept")
 
 
@@ -217,7 +224,7 @@ def test_mark_up_does_not_change_the_words(one: str, other: str) -> None:
 
 
 def test_a_control_text_is_not_contaminated() -> None:
-    step = clean.Decontaminated.against([problem(EVAL), problem("What is 6 times 7?")])
+    step = clean.decontaminated([problem(EVAL), problem("What is 6 times 7?")])
     assert step.drop(problem("Find the number of ordered triples that sum to 100.")) is None
     assert step.drop(problem("What is 6 times 8?")) is None
     assert step.drop(problem("what is $6$ times $7$")) is not None
@@ -243,9 +250,9 @@ async def test_prepare_loses_nothing_and_counts_everything(tmp_path: Path) -> No
         {"question": "Prove that there are hens.", "answer": "#### 1"},
         {"question": "What odd answer is this one?", "answer": r"#### \odd"},
     )
-    steps = [clean.WellFormed(), clean.Unique()]
+    steps = [clean.VerifiableProblems(), clean.UniqueProblems()]
     out = tmp_path / "out"
-    card = await prepare([Source(source, "eggs")], steps, out, verifier=PickyVerifier())
+    card = await prepare([ProblemSource(source, "eggs")], steps, out, verifier=PickyVerifier())
     kept = [json.loads(line) for line in (out / "problems.jsonl").read_text().splitlines()]
     dropped = [json.loads(line) for line in (out / "dropped.jsonl").read_text().splitlines()]
     assert [row["id"] for row in kept] == ["eggs-1"]
@@ -262,13 +269,13 @@ async def test_prepare_loses_nothing_and_counts_everything(tmp_path: Path) -> No
 
 
 async def test_prepare_refuses_to_overwrite_and_leaves_nothing_half_made(tmp_path: Path) -> None:
-    source = Source(write(tmp_path / "a.jsonl", ROWS["gsm8k"][0]), "a")
+    source = ProblemSource(write(tmp_path / "a.jsonl", ROWS["gsm8k"][0]), "a")
     out = tmp_path / "out"
     out.mkdir()
     with pytest.raises(DataError, match="exists"):
         await prepare([source], [], out)
     with pytest.raises(DataError, match="does not exist"):
-        await prepare([Source(str(tmp_path / "no.jsonl"), "n")], [], tmp_path / "new")
+        await prepare([ProblemSource(str(tmp_path / "no.jsonl"), "n")], [], tmp_path / "new")
     with pytest.raises(DataError, match="repeat"):
         await prepare([source, source], [], tmp_path / "new")
     assert _names(tmp_path) == ["a.jsonl", "out"]
@@ -280,8 +287,10 @@ def _names(directory: Path) -> list[str]:
 
 async def test_shared_data_becomes_problems(shared_data: Path, tmp_path: Path) -> None:
     files = {"gsm8k": "gsm8k/test.jsonl", "svamp": "svamp.jsonl", "mawps": "mawps.jsonl"}
-    sources = [Source(str(shared_data / path), name) for name, path in files.items()]
-    card: Card = await prepare(sources, [clean.IntegerAnswers(), clean.Unique()], tmp_path / "out")
+    sources = [ProblemSource(str(shared_data / path), name) for name, path in files.items()]
+    card: Card = await prepare(
+        sources, [clean.IntegerAnswers(), clean.UniqueProblems()], tmp_path / "out"
+    )
     assert card.sources == {"gsm8k": 1319, "svamp": 1000, "mawps": 2065}
     assert card.steps[0].left == 4384
     assert card.kept > 3000

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rstar2.problems.prepare import Dropped, Source, read_problems
-from rstar2.problems.rows import Row
-from rstar2.problems.sources import READERS, Malformed, recognise, to_problem
+from rstar2.problems.prepare import Dropped, ProblemSource, read_problems
+from rstar2.problems.rows import DataRow
+from rstar2.problems.sources import READERS, MalformedRow, recognise, to_problem
 from rstar2.types import Problem
 
 DAPO_PROMPT = (
@@ -114,7 +114,7 @@ def test_a_publishers_row_is_read_whole(
     name: str, fields: dict[str, Any], answer: str, prompt: str, meta: dict[str, Any]
 ) -> None:
     assert recognise(fields) == name
-    found = to_problem(Row("f:3", 3, fields), READERS[name], "src")
+    found = to_problem(DataRow("f:3", 3, fields), READERS[name], "src")
     assert (found.prompt, found.answer, found.meta) == (prompt, answer, meta)
     assert found.id == "src-3"
 
@@ -148,7 +148,7 @@ def test_kinds_are_the_publishers() -> None:
 def test_a_row_without_its_publishers_shape_says_why(
     name: str, fields: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(Malformed, match=message):
+    with pytest.raises(MalformedRow, match=message):
         READERS[name](fields)
 
 
@@ -156,7 +156,7 @@ def test_a_row_without_its_publishers_shape_says_why(
 
 
 def read(path: str, name: str = "s") -> list[Problem | Dropped]:
-    return [found for _, found in read_problems(Source(path, name))]
+    return [found for _, found in read_problems(ProblemSource(path, name))]
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ import pytest
 
 from rstar2.errors import DataError, UserError
 from rstar2.problems import rows
-from rstar2.problems.rows import BadRow, HubName, Row, known_rows, parse_hub, read_rows
+from rstar2.problems.rows import BadRow, DataRow, HubName, known_rows, parse_hub, read_rows
 
 
 def fields(source: Path | str) -> list[Any]:
-    return [row.fields for row in read_rows(str(source)) if isinstance(row, Row)]
+    return [row.fields for row in read_rows(str(source)) if isinstance(row, DataRow)]
 
 
 def write(path: Path, text: str) -> Path:
@@ -31,7 +31,7 @@ def write(path: Path, text: str) -> Path:
 def test_bad_lines_carry_their_number_and_text(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", '{"a": 1}\n{broken\n[1, 2]\n\n{"a": 2}\n')
     found = list(read_rows(str(source)))
-    assert [type(row) for row in found] == [Row, BadRow, BadRow, Row]
+    assert [type(row) for row in found] == [DataRow, BadRow, BadRow, DataRow]
     assert isinstance(found[1], BadRow)
     assert found[1].where.endswith("a.jsonl:2")
     assert found[1].text == "{broken"
@@ -45,7 +45,7 @@ def test_bytes_that_are_no_text_are_one_bad_line(tmp_path: Path) -> None:
     bad, good = read_rows(str(path))
     assert isinstance(bad, BadRow)
     assert "\\xff" in bad.text
-    assert isinstance(good, Row)
+    assert isinstance(good, DataRow)
 
 
 def test_numbers_of_any_size_keep_their_digits(tmp_path: Path) -> None:
@@ -93,8 +93,8 @@ def test_an_array_may_hold_what_is_no_object_and_says_so(tmp_path: Path) -> None
     good, bad, last = read_rows(str(write(tmp_path / "a.json", '[{"a": 1}, 17, {"a": 2}]')))
     assert isinstance(bad, BadRow)
     assert (bad.number, bad.text) == (2, "17")
-    assert isinstance(good, Row)
-    assert isinstance(last, Row)
+    assert isinstance(good, DataRow)
+    assert isinstance(last, DataRow)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_parquet_streams_nested_fields(tmp_path: Path) -> None:
     made = [{"n": i, "prompt": [{"role": "user", "content": f"q{i}"}]} for i in range(3000)]
     pq.write_table(pa.Table.from_pylist(made), path, row_group_size=1000)
     found = list(read_rows(str(path)))
-    assert [row.fields for row in found if isinstance(row, Row)] == made
+    assert [row.fields for row in found if isinstance(row, DataRow)] == made
     assert found[2999].where.endswith("a.parquet:3000")
 
 
@@ -146,7 +146,7 @@ def test_broken_first_rows_are_kept_as_bad_ones_once_a_later_row_is_known(tmp_pa
     assert [r.number if isinstance(r, BadRow) else r[0].number for r in found] == [2, 1, 3, 4]
     assert isinstance(found[1], BadRow)
     assert "unknown fields" in found[1].reason
-    assert found[2] == (Row(f"{source}:3", 3, {"q": 2}), "reader of q")
+    assert found[2] == (DataRow(f"{source}:3", 3, {"q": 2}), "reader of q")
 
 
 def test_a_file_that_nothing_knows_is_an_error_and_not_all_dropped(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_directory_is_loaded_by_datasets(tmp_path: Path) -> None:
     assert fields(f"hub:{tmp_path}")[4] == {"problem": "train 4"}
     found = list(read_rows(f"hub:{tmp_path}:cot"))
     assert [row.number for row in found] == [1, 2, 3, 4, 5]
-    assert isinstance(found[0], Row)
+    assert isinstance(found[0], DataRow)
     assert found[0].fields == {"problem": "cot 0"}
     with pytest.raises(DataError, match="split nothing"):
         fields(f"hub:{tmp_path}:nothing")

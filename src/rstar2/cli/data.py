@@ -18,9 +18,9 @@ from rstar2.cli.data_sources import SOURCES_HELP, bar, evaluation_sets, named_so
 from rstar2.errors import UserError
 
 if TYPE_CHECKING:
-    from rstar2.problems.card import Card
-    from rstar2.problems.clean import Step
-    from rstar2.problems.prepare import Source
+    from rstar2.problems.card import Card, Filter
+    from rstar2.problems.prepare import ProblemSource
+    from rstar2.types import Problem
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Prepare training data.")
 
@@ -62,9 +62,9 @@ def problems(
     show_card(card, out / PROBLEMS, as_json=json)
 
 
-def _sources(texts: list[str], fields: dict[str, str]) -> list[Source]:
+def _sources(texts: list[str], fields: dict[str, str]) -> list[ProblemSource]:
     """A field map is for the sources that name no reader."""
-    from rstar2.problems.prepare import Source
+    from rstar2.problems.prepare import ProblemSource
     from rstar2.problems.sources import READERS, mapped
 
     if fields and not {"prompt", "answer"} <= fields.keys():
@@ -73,23 +73,25 @@ def _sources(texts: list[str], fields: dict[str, str]) -> list[Source]:
     found = []
     for text in texts:
         name, where, reader = named_source(text, READERS)
-        found.append(Source(where, name, reader or map_reader))
+        found.append(ProblemSource(where, name, reader or map_reader))
     return found
 
 
-def _steps(integers: bool, digits: int, against: list[str]) -> list[Step]:
+def _steps(integers: bool, digits: int, against: list[str]) -> list[Filter[Problem]]:
     from rstar2.problems import clean
 
-    steps: list[Step] = [clean.WellFormed()]
+    steps: list[Filter[Problem]] = [clean.VerifiableProblems()]
     if integers:
         steps.append(clean.IntegerAnswers())
-    steps += [clean.NotGiant(digits), clean.GoldsReadable(), clean.Unique()]
+    steps += [clean.NotGiant(digits), clean.GoldsReadable(), clean.UniqueProblems()]
     if against:
-        steps.append(clean.Decontaminated.against(evaluation_sets(against)))
+        steps.append(clean.decontaminated(evaluation_sets(against)))
     return steps
 
 
-async def _prepare(sources: list[Source], steps: list[Step], out: Path, verify: bool) -> Card:
+async def _prepare(
+    sources: list[ProblemSource], steps: list[Filter[Problem]], out: Path, verify: bool
+) -> Card:
     from rstar2.codeenv.client.client import CodeEnvClient
     from rstar2.config import CodeEnvConfig
     from rstar2.problems.card import check_new

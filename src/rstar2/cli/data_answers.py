@@ -21,7 +21,7 @@ from rstar2.errors import UserError
 if TYPE_CHECKING:
     from rstar2.agent.loop import RolloutSpec
     from rstar2.evaluate.sweep import Answerer
-    from rstar2.problems.answers import Ask, Rule, Verdict
+    from rstar2.problems.answers import Ask, Rule, SampledAnswer
     from rstar2.problems.card import Card
     from rstar2.types import Problem
 
@@ -54,7 +54,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="print the data card as JSO
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AnswerOptions:
     """Who is asked, and how."""
 
     model: Path | None
@@ -107,7 +107,7 @@ def agree(
 
     if matches > samples:
         raise UserError(f"--matches {matches} is more than --samples {samples}")
-    asked = Asked(
+    asked = AnswerOptions(
         model, url, served_model, api_key, tools, temperature, max_length, max_turns, concurrency
     )
     card = _filter(
@@ -142,7 +142,7 @@ def difficulty(
     """
     from rstar2.problems.answers import NotAlwaysSolved
 
-    asked = Asked(
+    asked = AnswerOptions(
         model, url, served_model, api_key, tools, temperature, max_length, max_turns, concurrency
     )
     card = _filter(
@@ -155,7 +155,7 @@ def _filter(
     problems: Path,
     out: Path,
     rule: Rule,
-    asked: Asked,
+    asked: AnswerOptions,
     only: list[str] | None,
     seed: int,
     all_samples: bool,
@@ -185,18 +185,18 @@ def _filter(
 
 
 @asynccontextmanager
-async def _opened(asked: Asked) -> AsyncIterator[Ask]:
+async def _opened(asked: AnswerOptions) -> AsyncIterator[Ask]:
     """Start what answers, and the code environment that runs tools and grades."""
     from rstar2.agent.loop import RolloutSpec
     from rstar2.config import SamplingConfig, TemplateConfig
-    from rstar2.evaluate.session import Endpoint, load_template, open_endpoint, open_fleet
+    from rstar2.evaluate.session import ChatEndpoint, load_template, open_endpoint, open_fleet
 
     spec = RolloutSpec(
         SamplingConfig(temperature=asked.temperature), asked.max_length, asked.max_turns
     )
     plain = None if asked.tools else TemplateConfig(system="none", instruction="paper")
     if asked.url is not None:
-        endpoint = Endpoint(asked.url, asked.served_model, asked.api_key)
+        endpoint = ChatEndpoint(asked.url, asked.served_model, asked.api_key)
         recipe = _recipe(asked, asked.max_length)
         async with open_endpoint(recipe, endpoint, plain or TemplateConfig()) as answerer:
             yield _asker(answerer, spec)
@@ -213,7 +213,7 @@ async def _opened(asked: Asked) -> AsyncIterator[Ask]:
         yield _asker(answerer, spec)
 
 
-def _recipe(asked: Asked, length: int) -> Any:
+def _recipe(asked: AnswerOptions, length: int) -> Any:
     from rstar2.config import EngineConfig, ModelConfig, Recipe
 
     kv_tokens = max(65_536, length + 64)
@@ -226,9 +226,9 @@ def _recipe(asked: Asked, length: int) -> Any:
 
 def _asker(answerer: Answerer, spec: RolloutSpec) -> Ask:
     from rstar2.evaluate.sweep import Task
-    from rstar2.problems.answers import Verdict as Made
+    from rstar2.problems.answers import SampledAnswer as Made
 
-    async def ask(problem: Problem, sample: int, seed: int) -> Verdict:
+    async def ask(problem: Problem, sample: int, seed: int) -> SampledAnswer:
         task = Task("data", problem, f"data/{problem.id}", sample, seed)
         trajectory, _ = await answerer.answer(task, spec)
         return Made(trajectory.correct, trajectory.answer, trajectory.failure)

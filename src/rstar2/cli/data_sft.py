@@ -11,7 +11,8 @@ from rstar2.cli.data_sources import SOURCES_HELP, bar, evaluation_sets, named_so
 from rstar2.errors import UserError
 
 if TYPE_CHECKING:
-    from rstar2.problems.sft.checks import Check
+    from rstar2.problems.card import Filter
+    from rstar2.problems.sft.converters import ParsedConversation
     from rstar2.problems.sft.prepare import Measure
 
 
@@ -72,15 +73,15 @@ def sft(
     show_card(card, out / CONVERSATIONS, as_json=json)
 
 
-def _checks(keep_math: bool, against: list[str]) -> list[Check]:
+def _checks(keep_math: bool, against: list[str]) -> list[Filter[ParsedConversation]]:
     from rstar2.problems.sft import checks
 
-    found: list[Check] = [checks.WellFormed()]
+    found: list[Filter[ParsedConversation]] = [checks.OrderedTurns()]
     if not keep_math:
         found.append(checks.NoMathReasoning())
     if against:
-        found.append(checks.Decontaminated.against(evaluation_sets(against)))
-    return [*found, checks.Unique()]
+        found.append(checks.decontaminated(evaluation_sets(against)))
+    return [*found, checks.UniqueConversations()]
 
 
 def _weights(texts: list[str]) -> dict[str, float] | None:

@@ -45,12 +45,12 @@ def _file_name(where: str) -> str:
 
 def evaluation_sets(sources: Iterable[str]) -> Iterator[Problem]:
     """Evaluation problems; a row that cannot be read would go unprotected, so it is an error."""
-    from rstar2.problems.prepare import Dropped, Source, read_problems
+    from rstar2.problems.prepare import Dropped, ProblemSource, read_problems
     from rstar2.problems.sources import READERS
 
     for text in sources:
         name, where, reader = named_source(text, READERS)
-        for place, found in read_problems(Source(where, name, reader)):
+        for place, found in read_problems(ProblemSource(where, name, reader)):
             if isinstance(found, Dropped):
                 raise UserError(f"evaluation set {place}: {found.reason}")
             yield found

@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from rstar2.cli.chat import longest, model_directory
-from rstar2.cli.evaluation import Asked, Job, conclude, load_sets, rescored, tables
+from rstar2.cli.evaluation import EvalJob, EvalOptions, conclude, load_sets, rescored, tables
 from rstar2.config import Recipe, load_recipe
 from rstar2.errors import UserError
 from rstar2.types import encode
@@ -50,7 +50,7 @@ def root() -> None:
     """Score a checkpoint, a run or an endpoint on benchmarks (see `rstar2 eval run --help`)."""
 
 
-PAPER = Asked(samples=16, temperature=0.6, max_length=30_720, max_turns=30)
+PAPER = EvalOptions(samples=16, temperature=0.6, max_length=30_720, max_turns=30)
 
 
 @app.command()
@@ -116,7 +116,7 @@ def run(
     loaded = recorded_set(directory, asked, count) if preset == RUN and not on else None
     if preset == RUN:
         count = count or recipe.evaluation.count
-    job = Job(
+    job = EvalJob(
         recipe, asked, loaded or load_sets(sets, count), directory, url, served_model, api_key
     )
     path = (out or Path("evals") / job.label).absolute()
@@ -163,9 +163,9 @@ def base_recipe(
 
 def resolve(
     preset: str | None, recipe: Recipe, directory: Path | None, on: list[str], *, greedy: bool
-) -> tuple[Asked, list[str]]:
+) -> tuple[EvalOptions, list[str]]:
     """Settings and sets of a preset, before options change them."""
-    asked, sets = Asked(), on
+    asked, sets = EvalOptions(), on
     if preset == "paper":
         asked, sets = PAPER, on or list(PAPER_SETS)
     elif preset == RUN:
@@ -174,7 +174,7 @@ def resolve(
         from rstar2.record import evaluation_stage
 
         config = recipe.evaluation
-        asked = Asked(
+        asked = EvalOptions(
             samples=config.samples,
             temperature=config.temperature,
             max_length=config.max_length,
@@ -192,7 +192,9 @@ def resolve(
     return asked, sets
 
 
-def recorded_set(directory: Path | None, asked: Asked, count: int | None) -> list[Benchmark] | None:
+def recorded_set(
+    directory: Path | None, asked: EvalOptions, count: int | None
+) -> list[Benchmark] | None:
     """The problems that a run was itself evaluated on, as it recorded them; None if it did not."""
     from rstar2.evaluate.benchmarks import Benchmark
     from rstar2.record import read_groups

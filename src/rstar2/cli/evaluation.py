@@ -21,7 +21,7 @@ from rstar2.types import encode
 
 if TYPE_CHECKING:
     from rstar2.evaluate.benchmarks import Benchmark
-    from rstar2.evaluate.store import EvalDirectory, Settings
+    from rstar2.evaluate.store import EvalDirectory, EvalSettings
     from rstar2.evaluate.sweep import Answerer
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ progress = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class EvalOptions:
     """How answers are drawn: preset first, options over it."""
 
     samples: int = 1
@@ -60,11 +60,11 @@ def load_sets(sets: list[str], count: int | None) -> list[Benchmark]:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class EvalJob:
     """One evaluation: what answers which problems, and how."""
 
     recipe: Recipe
-    asked: Asked
+    asked: EvalOptions
     benchmarks: list[Benchmark]
     directory: Path | None
     url: str | None
@@ -88,13 +88,13 @@ class Job:
         text = "-".join([*words, *(["greedy"] if self.asked.temperature == 0 else [])])
         return "".join(c if c.isalnum() or c in "._-" else "-" for c in text).strip("-")
 
-    def settings(self, template: dict[str, Any]) -> Settings:
+    def settings(self, template: dict[str, Any]) -> EvalSettings:
         """What every answer depends on."""
         from rstar2.evaluate.session import fingerprint
-        from rstar2.evaluate.store import Settings
+        from rstar2.evaluate.store import EvalSettings
 
         agent = self.recipe.agent
-        return Settings(
+        return EvalSettings(
             model=self.model_name,
             weights=fingerprint(self.directory) if self.directory else self.model_name,
             engine=self.recipe.engine.kind if self.directory else "openai",
@@ -134,7 +134,7 @@ class Job:
 
         if self.directory is None:
             assert self.url is not None
-            endpoint = session.Endpoint(self.url, self.served_model, self.api_key)
+            endpoint = session.ChatEndpoint(self.url, self.served_model, self.api_key)
             opened = session.open_endpoint(self.recipe, endpoint, self.recipe.template)
             return opened, self.recipe.template.model_dump()
         from rstar2.pipeline.parts import scheduling

@@ -17,7 +17,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class RecipeFault:
     """One thing that cannot work, and the settings that make it so."""
 
     text: str
@@ -29,20 +29,20 @@ class Fault:
         return f"{self.text}\n      ({places})"
 
 
-def check(recipe: Recipe) -> list[Fault]:
+def check(recipe: Recipe) -> list[RecipeFault]:
     """All faults of a recipe; empty if it can work."""
     parts = (_lengths, _resampling, _batches, _stages, _sft, _sampling, _engines, _codeenv)
     return [fault for part in parts for fault in part(recipe)]
 
 
-def _lengths(recipe: Recipe) -> Iterator[Fault]:
+def _lengths(recipe: Recipe) -> Iterator[RecipeFault]:
     lengths = {f"rl.stages.{i}.max_length": s.max_length for i, s in enumerate(recipe.rl.stages)}
     lengths["evaluation.max_length"] = recipe.evaluation.max_length
     if recipe.sft is not None:
         lengths["sft.max_length"] = recipe.sft.max_length
     for path, length in lengths.items():
         if length > recipe.model.max_length:
-            yield Fault(
+            yield RecipeFault(
                 f"{path} = {length} is longer than the model is run at "
                 f"(model.max_length = {recipe.model.max_length}): raise that or shorten this",
                 (path, "model.max_length"),
@@ -50,95 +50,95 @@ def _lengths(recipe: Recipe) -> Iterator[Fault]:
         if path == "sft.max_length":
             continue
         if recipe.engine.kind == "embedded" and length > recipe.engine.kv_tokens:
-            yield Fault(
+            yield RecipeFault(
                 f"engine.kv_tokens = {recipe.engine.kv_tokens} cannot hold one rollout of "
                 f"{path} = {length} tokens: raise it to at least that",
                 ("engine.kv_tokens", path),
             )
         if length <= recipe.agent.response_tokens:
-            yield Fault(
+            yield RecipeFault(
                 f"one tool response (agent.response_tokens = {recipe.agent.response_tokens}) "
                 f"would fill a whole rollout ({path} = {length}): shorten it",
                 ("agent.response_tokens", path),
             )
 
 
-def _resampling(recipe: Recipe) -> Iterator[Fault]:
+def _resampling(recipe: Recipe) -> Iterator[RecipeFault]:
     roc = recipe.rl.roc
     if roc.kept > roc.drawn:
-        yield Fault(
+        yield RecipeFault(
             f"rl.roc.kept = {roc.kept} is more than rl.roc.drawn = {roc.drawn}: "
             "draw more or keep fewer",
             ("rl.roc.kept", "rl.roc.drawn"),
         )
     elif roc.variant == "none" and roc.kept != roc.drawn:
-        yield Fault(
+        yield RecipeFault(
             f"rl.roc.variant = none keeps every rollout, so rl.roc.drawn = {roc.drawn} must equal "
             f"rl.roc.kept = {roc.kept}",
             ("rl.roc.variant", "rl.roc.drawn", "rl.roc.kept"),
         )
     if roc.min_positives + roc.min_negatives > roc.kept:
-        yield Fault(
+        yield RecipeFault(
             f"rl.roc.min_positives + min_negatives = {roc.min_positives + roc.min_negatives} "
             f"is more than rl.roc.kept = {roc.kept}",
             ("rl.roc.min_positives", "rl.roc.min_negatives", "rl.roc.kept"),
         )
 
 
-def _batches(recipe: Recipe) -> Iterator[Fault]:
+def _batches(recipe: Recipe) -> Iterator[RecipeFault]:
     rl, ranks = recipe.rl, recipe.learner.ranks
     if rl.minibatches > rl.prompts_per_step:
-        yield Fault(
+        yield RecipeFault(
             f"rl.minibatches = {rl.minibatches} is more than rl.prompts_per_step = "
             f"{rl.prompts_per_step}, and groups are never split: use fewer",
             ("rl.minibatches", "rl.prompts_per_step"),
         )
     rollouts = rl.prompts_per_step * rl.roc.kept // rl.minibatches
     if rollouts < ranks:
-        yield Fault(
+        yield RecipeFault(
             f"a minibatch of {rollouts} rollouts (prompts_per_step x roc.kept / minibatches) "
             f"cannot be shared by learner.ranks = {ranks}: use fewer ranks or minibatches",
             ("learner.ranks", "rl.prompts_per_step", "rl.roc.kept", "rl.minibatches"),
         )
     if 0 < rl.count < rl.prompts_per_step:
-        yield Fault(
+        yield RecipeFault(
             f"rl.count = {rl.count} problems are fewer than one step draws "
             f"(rl.prompts_per_step = {rl.prompts_per_step}): raise it, or 0 for all",
             ("rl.count", "rl.prompts_per_step"),
         )
     longest = max((stage.max_length for stage in rl.stages), default=0)
     if longest > recipe.learner.tokens_per_microbatch:
-        yield Fault(
+        yield RecipeFault(
             f"learner.tokens_per_microbatch = {recipe.learner.tokens_per_microbatch} cannot hold "
             f"one rollout of {longest} tokens: raise it to at least that",
             ("learner.tokens_per_microbatch",),
         )
     if recipe.deterministic and rl.staleness:
-        yield Fault(
+        yield RecipeFault(
             f"deterministic runs are on-policy: rl.staleness = {rl.staleness} must be 0",
             ("deterministic", "rl.staleness"),
         )
     if rl.staleness and rl.loss.importance_cap is None:
-        yield Fault(
+        yield RecipeFault(
             f"rl.staleness = {rl.staleness} learns from older weights' rollouts and needs the "
             "importance correction: set rl.loss.importance_cap, such as 2.0",
             ("rl.staleness", "rl.loss.importance_cap"),
         )
 
 
-def _stages(recipe: Recipe) -> Iterator[Fault]:
+def _stages(recipe: Recipe) -> Iterator[RecipeFault]:
     seen: dict[str, int] = {}
     for index, stage in enumerate(recipe.rl.stages):
         path = f"rl.stages.{index}.name"
         reserved = stage.name == "sft" or stage.name.startswith(("eval-", "filter-"))
         if reserved or not _STAGE_NAME.fullmatch(stage.name):
-            yield Fault(
+            yield RecipeFault(
                 f"{path} = {stage.name!r} cannot name a stage: use lower-case letters, digits and "
                 "dashes, and neither sft nor a leading eval- or filter-",
                 (path,),
             )
         if stage.name in seen:
-            yield Fault(
+            yield RecipeFault(
                 f"two stages are called {stage.name!r}: each needs its own name",
                 (f"rl.stages.{seen[stage.name]}.name", path),
             )
@@ -147,19 +147,19 @@ def _stages(recipe: Recipe) -> Iterator[Fault]:
     yield from _optimizer("rl.optimizer", recipe.rl.optimizer, total)
     mask = recipe.rl.loss.sequence_mask
     if mask is not None and not 0 <= mask[0] < mask[1]:
-        yield Fault(
+        yield RecipeFault(
             f"rl.loss.sequence_mask = {list(mask)} must be a rising pair such as [0.5, 2.0]",
             ("rl.loss.sequence_mask",),
         )
 
 
-def _sft(recipe: Recipe) -> Iterator[Fault]:
+def _sft(recipe: Recipe) -> Iterator[RecipeFault]:
     sft = recipe.sft
     if sft is None:
         return
     if (sft.steps > 0) == (sft.epochs > 0):
         state = "both set" if sft.steps else "both 0"
-        yield Fault(
+        yield RecipeFault(
             f"sft.steps = {sft.steps} and sft.epochs = {sft.epochs:g} are {state}: set one and put "
             "the other to 0 (or leave SFT out with `sft: null`)",
             ("sft.steps", "sft.epochs"),
@@ -167,62 +167,64 @@ def _sft(recipe: Recipe) -> Iterator[Fault]:
     yield from _optimizer("sft.optimizer", sft.optimizer, sft.steps)
 
 
-def _optimizer(path: str, optimizer: OptimizerConfig, steps: int) -> Iterator[Fault]:
+def _optimizer(path: str, optimizer: OptimizerConfig, steps: int) -> Iterator[RecipeFault]:
     if steps and optimizer.warmup_steps >= steps:
-        yield Fault(
+        yield RecipeFault(
             f"{path}.warmup_steps = {optimizer.warmup_steps} is not shorter than the "
             f"{steps} optimizer steps it leads up to",
             (f"{path}.warmup_steps",),
         )
     if not all(0 <= beta < 1 for beta in optimizer.betas):
-        yield Fault(
+        yield RecipeFault(
             f"{path}.betas = {list(optimizer.betas)} must lie in [0, 1)", (f"{path}.betas",)
         )
 
 
-def _sampling(recipe: Recipe) -> Iterator[Fault]:
+def _sampling(recipe: Recipe) -> Iterator[RecipeFault]:
     if recipe.rl.stages and recipe.rl.sampling.temperature == 0:
-        yield Fault(
+        yield RecipeFault(
             "rl.sampling.temperature = 0 draws the same rollout every time, so no group can teach "
             "anything: use 1.0",
             ("rl.sampling.temperature",),
         )
 
 
-def _engines(recipe: Recipe) -> Iterator[Fault]:
+def _engines(recipe: Recipe) -> Iterator[RecipeFault]:
     engine = recipe.engine
     if engine.kind == "openai":
         if recipe.rl.stages:
-            yield Fault(
+            yield RecipeFault(
                 "engine.kind = openai is for evaluation only (it takes no weights and returns no "
                 "exact tokens): use embedded or vllm, or leave rl.stages out",
                 ("engine.kind", "rl.stages"),
             )
         if not engine.urls:
-            yield Fault("engine.kind = openai needs engine.urls", ("engine.kind", "engine.urls"))
+            yield RecipeFault(
+                "engine.kind = openai needs engine.urls", ("engine.kind", "engine.urls")
+            )
     if engine.kind == "embedded" and engine.urls:
-        yield Fault(
+        yield RecipeFault(
             "engine.urls are not used by engine.kind = embedded: leave them out or use vllm",
             ("engine.urls", "engine.kind"),
         )
     if engine.urls and engine.count not in (1, len(engine.urls)):
-        yield Fault(
+        yield RecipeFault(
             f"engine.count = {engine.count} but engine.urls names {len(engine.urls)}: "
             "leave the count out",
             ("engine.count", "engine.urls"),
         )
     if recipe.deterministic and engine.kind != "embedded":
-        yield Fault(
+        yield RecipeFault(
             f"deterministic: true cannot be promised with engine.kind = {engine.kind}, whose "
             "numbers depend on how requests are batched: use embedded",
             ("deterministic", "engine.kind"),
         )
 
 
-def _codeenv(recipe: Recipe) -> Iterator[Fault]:
+def _codeenv(recipe: Recipe) -> Iterator[RecipeFault]:
     env = recipe.codeenv
     if not env.urls and env.host not in _LOOPBACK and not env.token:
-        yield Fault(
+        yield RecipeFault(
             f"codeenv.host = {env.host} opens the code environment to the network without "
             "codeenv.token: set one, or use 127.0.0.1",
             ("codeenv.host", "codeenv.token"),
@@ -230,14 +232,14 @@ def _codeenv(recipe: Recipe) -> Iterator[Fault]:
     for field in fields(env.default):
         asked, most = getattr(env.default, field.name), getattr(env.cap, field.name)
         if asked is not None and most is not None and asked > most:
-            yield Fault(
+            yield RecipeFault(
                 f"codeenv.default.{field.name} = {asked} is above codeenv.cap.{field.name} = "
                 f"{most}: lower it or raise the cap",
                 (f"codeenv.default.{field.name}", f"codeenv.cap.{field.name}"),
             )
     wall = env.default.wall_s
     if wall is not None and recipe.agent.tool_deadline_s <= wall:
-        yield Fault(
+        yield RecipeFault(
             f"agent.tool_deadline_s = {recipe.agent.tool_deadline_s:g} ends the wait for a call "
             f"before the call itself may end (codeenv.default.wall_s = {wall:g}): raise it",
             ("agent.tool_deadline_s", "codeenv.default.wall_s"),

@@ -43,7 +43,7 @@ DEFAULT = Origin()
 
 
 @dataclass(slots=True)
-class Layer:
+class RecipeLayer:
     """Plain values and, by dotted path, the origin of each key that was written down."""
 
     values: dict[str, Any]
@@ -139,7 +139,7 @@ def find_recipe(name: str | Path) -> Path:
 # --------------------------------------------------------------------------- reading
 
 
-def _read(path: Path, parents: tuple[Path, ...]) -> Layer:
+def _read(path: Path, parents: tuple[Path, ...]) -> RecipeLayer:
     """A file merged over what it extends."""
     if path.resolve() in parents:
         chain = " -> ".join(str(p) for p in (*parents, path))
@@ -157,7 +157,7 @@ def _read(path: Path, parents: tuple[Path, ...]) -> Layer:
     return below
 
 
-def _parse(path: Path) -> Layer:
+def _parse(path: Path) -> RecipeLayer:
     """One file as a layer; complains about YAML with file and line."""
     shown = _display(path)
     try:
@@ -168,7 +168,7 @@ def _parse(path: Path) -> Layer:
         raise RecipeError(f"{Origin(shown, line)}: not valid YAML: {error.problem}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise RecipeError(f"{shown} cannot be read: {error}") from None
-    layer = Layer({})
+    layer = RecipeLayer({})
     if node is None:
         return layer
     values = _construct(loader, node, "", layer, shown, ())
@@ -182,7 +182,7 @@ def _construct(
     loader: yaml.SafeLoader,
     node: yaml.Node,
     path: str,
-    layer: Layer,
+    layer: RecipeLayer,
     shown: str,
     within: tuple[int, ...],
 ) -> Any:
@@ -217,7 +217,7 @@ def _construct(
 
 
 def _merge(
-    below: Layer, above: Layer, base: dict[str, Any], over: dict[str, Any], prefix: str
+    below: RecipeLayer, above: RecipeLayer, base: dict[str, Any], over: dict[str, Any], prefix: str
 ) -> None:
     """Lay `above` over `below`, in place."""
     for key, value in over.items():
@@ -236,7 +236,7 @@ def _merge(
 # --------------------------------------------------------------------------- overriding
 
 
-def _override(layer: Layer, text: str) -> None:
+def _override(layer: RecipeLayer, text: str) -> None:
     """Apply one `a.b=c`, its value read as the schema's type asks."""
     path, equals, raw = text.partition("=")
     parts = path.strip().split(".")
@@ -309,7 +309,7 @@ def _with_limit_defaults(values: dict[str, Any]) -> dict[str, Any]:
     return values | {"codeenv": filled}
 
 
-def _explain(layer: Layer, error: dict[str, Any]) -> str:
+def _explain(layer: RecipeLayer, error: dict[str, Any]) -> str:
     """One validation error as a sentence with its place."""
     path = ".".join(str(part) for part in error["loc"])
     if error["type"] == "missing":
@@ -318,7 +318,7 @@ def _explain(layer: Layer, error: dict[str, Any]) -> str:
     return f"{_at(layer, path)}{path} = {error['input']!r} {message}"
 
 
-def _at(layer: Layer, path: str) -> str:
+def _at(layer: RecipeLayer, path: str) -> str:
     """The place of the nearest key on the way to `path` that was written down."""
     while path:
         if path in layer.origins:

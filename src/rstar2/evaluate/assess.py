@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rstar2.errors import DataError, InfrastructureError
-from rstar2.evaluate.scores import Answer, Score, Verdict, score, verdict
+from rstar2.evaluate.scores import AnswerSummary, BenchmarkScore, GradedAnswer, score, verdict
 from rstar2.evaluate.store import elapsed, read_answers, read_problems
 from rstar2.reward.grade import Verifier, grade
 from rstar2.rollout.groups import GRADE_DEADLINE_S, together
@@ -22,7 +22,7 @@ AT_ONCE = 256
 """Verdicts that are asked for at the same time."""
 
 
-def assess(path: Path, benchmarks: Sequence[str], samples: int) -> dict[str, Score]:
+def assess(path: Path, benchmarks: Sequence[str], samples: int) -> dict[str, BenchmarkScore]:
     """The figures of each benchmark, by the verdicts on record."""
     scores = {}
     for name in benchmarks:
@@ -38,8 +38,8 @@ async def rescore(
     benchmarks: Mapping[str, Sequence[Problem] | None],
     samples: int,
     verifier: Verifier,
-    on_answer: Callable[[Answer], None] = lambda answer: None,
-) -> dict[str, Score]:
+    on_answer: Callable[[GradedAnswer], None] = lambda answer: None,
+) -> dict[str, BenchmarkScore]:
     """The figures by the graders and truths of today; None takes the problems on record.
 
     What the model answered is what was read from its text when it was generated.
@@ -58,12 +58,12 @@ async def _rescore_one(
     problems: Sequence[Problem],
     samples: int,
     verifier: Verifier,
-    on_answer: Callable[[Answer], None],
-) -> Score:
+    on_answer: Callable[[GradedAnswer], None],
+) -> BenchmarkScore:
     by_id = {problem.id: problem for problem in problems}
     changes: Counter[str] = Counter()
     answers = read_answers(path, name)
-    found: list[Verdict] = []
+    found: list[AnswerSummary] = []
 
     async def worker() -> None:
         for answer in answers:
@@ -81,7 +81,7 @@ async def _rescore_one(
     return score(name, problems, found, samples=samples, wall_s=wall_s, settled=changes)
 
 
-async def regrade(answer: Answer, problem: Problem, verifier: Verifier) -> Answer:
+async def regrade(answer: GradedAnswer, problem: Problem, verifier: Verifier) -> GradedAnswer:
     """The answer with a fresh verdict."""
     bare = replace(answer.trajectory, reward=None, failure=None)
     graded = await grade(bare, problem, verifier, GRADE_DEADLINE_S)

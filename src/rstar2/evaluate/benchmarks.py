@@ -22,8 +22,8 @@ from typing import Any
 
 from rstar2.errors import DataError, UserError
 from rstar2.problems.load import ARITHMETIC, load_problems, read_jsonl
-from rstar2.problems.rows import BadRow, Row, read_rows
-from rstar2.problems.sources import READERS, Malformed, recognise, to_problem
+from rstar2.problems.rows import BadRow, DataRow, read_rows
+from rstar2.problems.sources import READERS, MalformedRow, recognise, to_problem
 from rstar2.reward.grade import check_gold
 from rstar2.seeds import derive_seed
 from rstar2.types import Problem, encode
@@ -121,11 +121,11 @@ def _read(name: str, place: str, published: Published | None) -> Iterator[Proble
                 yield gpqa_problem(row, name)
             else:
                 yield to_problem(row, READERS[reader], name)
-        except Malformed as error:
+        except MalformedRow as error:
             raise DataError(f"{row.where}: {error}") from error
 
 
-def _whole(place: str) -> Iterator[Row]:
+def _whole(place: str) -> Iterator[DataRow]:
     for row in read_rows(place):
         if isinstance(row, BadRow):
             raise DataError(f"{row.where}: {row.reason}")
@@ -147,13 +147,13 @@ def _reader(fields: Mapping[str, Any], published: Published | None) -> str:
 _WRONG = tuple(f"Incorrect Answer {number}" for number in (1, 2, 3))
 
 
-def gpqa_problem(row: Row, source: str) -> Problem:
+def gpqa_problem(row: DataRow, source: str) -> Problem:
     """A question with four lettered options, in an order that depends on the question alone."""
     texts = {}
     for name in ("Question", "Correct Answer", *_WRONG):
         value = row.fields.get(name)
         if not isinstance(value, str) or not value.strip():
-            raise Malformed(f"field {name!r} is missing or no text")
+            raise MalformedRow(f"field {name!r} is missing or no text")
         texts[name] = value.strip()
     options = [texts["Correct Answer"], *(texts[name] for name in _WRONG)]
     order = list(range(4))

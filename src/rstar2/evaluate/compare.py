@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from rstar2.errors import UserError
 from rstar2.evaluate.metrics import bootstrap
-from rstar2.evaluate.scores import Score
-from rstar2.evaluate.store import Results
+from rstar2.evaluate.scores import BenchmarkScore
+from rstar2.evaluate.store import EvalResults
 from rstar2.types import Estimate
 
 EXACT_PAIRS = 16
@@ -41,7 +41,7 @@ class Paired:
     """Difference in completion tokens an answer."""
 
 
-def compare(first: Results, second: Results) -> list[Paired]:
+def compare(first: EvalResults, second: EvalResults) -> list[Paired]:
     """One row per benchmark that both have, over the problems that both have answered."""
     names = [name for name in first.scores if name in second.scores]
     if not names:
@@ -58,7 +58,7 @@ def compare(first: Results, second: Results) -> list[Paired]:
     return [paired(first.scores[name], second.scores[name]) for name in names]
 
 
-def paired(first: Score, second: Score) -> Paired:
+def paired(first: BenchmarkScore, second: BenchmarkScore) -> Paired:
     """The paired test on one benchmark."""
     theirs = {row.id: row for row in second.problems}
     pairs = [(row, theirs[row.id]) for row in first.problems if row.id in theirs]

@@ -14,8 +14,8 @@ import msgspec
 import yaml
 from markupsafe import Markup
 
-from rstar2.evaluate.scores import Answer, Score
-from rstar2.evaluate.store import Results, read_answers, read_problems, read_results
+from rstar2.evaluate.scores import BenchmarkScore, GradedAnswer
+from rstar2.evaluate.store import EvalResults, read_answers, read_problems, read_results
 from rstar2.files import write_file
 from rstar2.record import read_environment
 from rstar2.report import svg
@@ -54,7 +54,7 @@ def write_page(path: Path) -> Path:
     return page
 
 
-def render(results: Results, environment: dict[str, Any], shown: dict[str, list[Shown]]) -> str:
+def render(results: EvalResults, environment: dict[str, Any], shown: dict[str, list[Shown]]) -> str:
     """The page as text."""
     jinja = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -79,7 +79,7 @@ def _asset(package: str, name: str) -> str:
     return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
-def figures(scores: Sequence[Score]) -> Iterator[Figure]:
+def figures(scores: Sequence[BenchmarkScore]) -> Iterator[Figure]:
     """pass@k over k, and accuracy by kind."""
     series = [
         svg.Series(
@@ -114,7 +114,7 @@ def figures(scores: Sequence[Score]) -> Iterator[Figure]:
 def examples(path: Path, benchmark: str) -> Iterator[Shown]:
     """Some wrong answers, then some right ones, each to another problem."""
     problems = {problem.id: problem for problem in read_problems(path, benchmark)}
-    found: dict[bool, dict[str, Answer]] = {False: {}, True: {}}
+    found: dict[bool, dict[str, GradedAnswer]] = {False: {}, True: {}}
     for answer in islice(read_answers(path, benchmark), SEARCHED):
         kept = found[answer.trajectory.correct]
         if len(kept) < SHOWN and answer.problem_id in problems:

@@ -26,7 +26,7 @@ _NOISE = re.compile(r"\\(?:left|right|!|,|;|:| )|\s+|\$|\.$")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class GradedAnswer:
     """One rollout of one problem; `tokens` is its completion, tool responses included."""
 
     benchmark: str
@@ -37,7 +37,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AnswerSummary:
     """All that the figures need of one answer."""
 
     problem_id: str
@@ -64,7 +64,7 @@ class ProblemScore:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class BenchmarkScore:
     """What one policy does on one benchmark."""
 
     benchmark: str
@@ -105,11 +105,11 @@ def estimate(values: Sequence[float]) -> Estimate:
     return shares(values) if values else NOTHING
 
 
-def verdict(answer: Answer, grader: str) -> Verdict:
+def verdict(answer: GradedAnswer, grader: str) -> AnswerSummary:
     """What counts of an answer that was graded."""
     trajectory = answer.trajectory
     assert trajectory.reward is not None
-    return Verdict(
+    return AnswerSummary(
         problem_id=answer.problem_id,
         sample=answer.sample,
         correct=trajectory.correct,
@@ -131,7 +131,7 @@ def vote(answer: str | None, grader: str) -> str | None:
     return _NOISE.sub("", answer).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
 
 
-def majority(verdicts: Iterable[Verdict]) -> float:
+def majority(verdicts: Iterable[AnswerSummary]) -> float:
     """The right share of the most frequent answers to one problem."""
     votes: defaultdict[str, list[bool]] = defaultdict(list)
     for one in verdicts:
@@ -151,14 +151,14 @@ def powers(samples: int) -> list[int]:
 def score(
     benchmark: str,
     problems: Sequence[Problem],
-    verdicts: Iterable[Verdict],
+    verdicts: Iterable[AnswerSummary],
     *,
     samples: int,
     wall_s: float = 0.0,
     settled: Mapping[str, int] | None = None,
-) -> Score:
+) -> BenchmarkScore:
     """The figures of one benchmark; problems without an answer are counted as missing only."""
-    by_id: defaultdict[str, list[Verdict]] = defaultdict(list)
+    by_id: defaultdict[str, list[AnswerSummary]] = defaultdict(list)
     for one in verdicts:
         if one.sample < samples:
             by_id[one.problem_id].append(one)
@@ -166,7 +166,7 @@ def score(
     found = [one for problem in problems for one in by_id[problem.id]]
     outcomes = _sum(one.outcomes for one in found)
     calls = sum(n for name, n in outcomes.items() if name != Outcome.INFRASTRUCTURE)
-    return Score(
+    return BenchmarkScore(
         benchmark=benchmark,
         samples=samples,
         average=estimate([row.correct / row.answers for row in rows]),
@@ -195,7 +195,7 @@ def score(
     )
 
 
-def _problem(problem: Problem, verdicts: Sequence[Verdict]) -> ProblemScore:
+def _problem(problem: Problem, verdicts: Sequence[AnswerSummary]) -> ProblemScore:
     return ProblemScore(
         id=problem.id,
         kind=problem.kind,

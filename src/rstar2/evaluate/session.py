@@ -29,7 +29,7 @@ EDGE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class ChatEndpoint:
     """An OpenAI-compatible endpoint."""
 
     url: str
@@ -91,7 +91,7 @@ async def open_fleet(
 
 @asynccontextmanager
 async def open_endpoint(
-    recipe: Recipe, endpoint: Endpoint, template: TemplateConfig
+    recipe: Recipe, endpoint: ChatEndpoint, template: TemplateConfig
 ) -> AsyncIterator[Answerer]:
     """An endpoint that speaks text."""
     from rstar2.engine.openai import OpenAIChat

@@ -20,8 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rstar2.evaluate.compare import Paired
-from rstar2.evaluate.scores import Answer, Score
-from rstar2.evaluate.store import Results
+from rstar2.evaluate.scores import BenchmarkScore, GradedAnswer
+from rstar2.evaluate.store import EvalResults
 from rstar2.report.table import accuracy, clock, share
 
 LINES = 10
@@ -46,7 +46,7 @@ class AnswerProgress:
         )
         self._task = self._bar.add_task("", total=total, completed=done)
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, answer: GradedAnswer) -> None:
         """One more answer is on record."""
         self._new += 1
         self._right += answer.trajectory.correct
@@ -73,7 +73,7 @@ class AnswerProgress:
         self._bar.stop()
 
 
-def score_table(results: Results) -> Group:
+def score_table(results: EvalResults) -> Group:
     """One row per benchmark; then how answers ended and what calls came to."""
     settings = results.settings
     k = settings.samples
@@ -115,7 +115,7 @@ def score_table(results: Results) -> Group:
     return Group(table, *(Text(_details(score), style="dim") for score in results.scores.values()))
 
 
-def _details(score: Score) -> str:
+def _details(score: BenchmarkScore) -> str:
     parts = [_counts("ended", score.stops), _counts("calls", score.outcomes)]
     if score.settled:
         parts.append(_counts("verdicts changed", score.settled))
@@ -130,7 +130,7 @@ def _counts(name: str, counts: object) -> str:
     return f"{name}: {listed}" if listed else ""
 
 
-def compare_table(first: Results, second: Results, rows: Sequence[Paired]) -> Table:
+def compare_table(first: EvalResults, second: EvalResults, rows: Sequence[Paired]) -> Table:
     """B against A, benchmark by benchmark."""
     table = Table(
         title=f"A: {first.settings.model}   B: {second.settings.model}",

@@ -29,7 +29,7 @@ import msgspec
 from rstar2 import environment
 from rstar2.errors import InvariantError, UserError
 from rstar2.evaluate.benchmarks import Benchmark
-from rstar2.evaluate.scores import Answer, Score
+from rstar2.evaluate.scores import BenchmarkScore, GradedAnswer
 from rstar2.files import write_file
 from rstar2.record import flatten
 from rstar2.record.files import JsonLines, RunLock, cut_torn_line
@@ -41,7 +41,7 @@ SETTINGS, RESULTS = "settings.json", "results.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class EvalSettings:
     """All that an answer depends on."""
 
     model: str
@@ -67,11 +67,11 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Results:
+class EvalResults:
     """What results.json holds."""
 
-    settings: Settings
-    scores: Mapping[str, Score]
+    settings: EvalSettings
+    scores: Mapping[str, BenchmarkScore]
     complete: bool
     rescored: bool = False
 
@@ -79,13 +79,13 @@ class Results:
 class EvalDirectory:
     """The one writer of an evaluation's directory; a context manager."""
 
-    def __init__(self, path: Path, settings: Settings, lock: RunLock) -> None:
+    def __init__(self, path: Path, settings: EvalSettings, lock: RunLock) -> None:
         self.path, self.settings, self._lock = path, settings, lock
         self._files: dict[str, JsonLines] = {}
         self._done: dict[str, set[tuple[str, int]]] = {}
 
     @classmethod
-    def open(cls, path: Path, settings: Settings, benchmarks: Iterable[Benchmark]) -> Self:
+    def open(cls, path: Path, settings: EvalSettings, benchmarks: Iterable[Benchmark]) -> Self:
         """Make a directory, or go on with one that was made for the same question."""
         _refuse_foreign(path)
         path.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ class EvalDirectory:
                 raise InvariantError(f"{file}: an answer is there twice")
         return self._done[benchmark]
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: GradedAnswer) -> None:
         """Put a graded answer on record, out of reach of a kill."""
         key, done = (answer.problem_id, answer.sample), self.done(answer.benchmark)
         if key in done:
@@ -130,10 +130,12 @@ class EvalDirectory:
         file.flush()
         done.add(key)
 
-    def finish(self, scores: Mapping[str, Score], *, rescored: bool = False) -> Results:
+    def finish(
+        self, scores: Mapping[str, BenchmarkScore], *, rescored: bool = False
+    ) -> EvalResults:
         """Write the results."""
         complete = all(score.missing == 0 for score in scores.values())
-        results = Results(self.settings, scores, complete, rescored)
+        results = EvalResults(self.settings, scores, complete, rescored)
         write_file(self.path / RESULTS, encode(results))
         return results
 
@@ -159,7 +161,7 @@ class _Key(msgspec.Struct):
     sample: int
 
 
-def _slim(answer: Answer) -> Answer:
+def _slim(answer: GradedAnswer) -> GradedAnswer:
     """Without what only training needs: at 30,000 tokens an answer it would be most of the file."""
     turns = tuple(_bare(turn) for turn in answer.trajectory.turns)
     return replace(answer, trajectory=replace(answer.trajectory, turns=turns))
@@ -177,24 +179,24 @@ def answers_file(path: Path, benchmark: str) -> Path:
     return path / "answers" / f"{benchmark}.jsonl"
 
 
-def read_answers(path: Path, benchmark: str) -> Iterator[Answer]:
+def read_answers(path: Path, benchmark: str) -> Iterator[GradedAnswer]:
     """The answers on record, one at a time."""
-    return read_lines(answers_file(path, benchmark), Answer)
+    return read_lines(answers_file(path, benchmark), GradedAnswer)
 
 
-def read_settings(path: Path) -> Settings:
+def read_settings(path: Path) -> EvalSettings:
     """What an evaluation was asked for."""
     try:
-        return decode((path / SETTINGS).read_bytes(), Settings)
+        return decode((path / SETTINGS).read_bytes(), EvalSettings)
     except (OSError, msgspec.MsgspecError) as error:
         raise UserError(f"{path} is not the directory of an evaluation: {error}") from error
 
 
-def read_results(path: Path) -> Results:
+def read_results(path: Path) -> EvalResults:
     """The figures of an evaluation, from its directory or its results.json."""
     file = path / RESULTS if path.is_dir() else path
     try:
-        return decode(file.read_bytes(), Results)
+        return decode(file.read_bytes(), EvalResults)
     except (OSError, msgspec.MsgspecError) as error:
         raise UserError(f"{path} holds no results of an evaluation: {error}") from error
 
@@ -242,7 +244,7 @@ def _write_problems(path: Path, benchmark: Benchmark) -> None:
     write_file(folder / f"{benchmark.name}.jsonl", lines)
 
 
-def _check_same(path: Path, settings: Settings) -> None:
+def _check_same(path: Path, settings: EvalSettings) -> None:
     """Refuse another question in the same directory, naming what changed."""
     before = flatten(msgspec.to_builtins(read_settings(path)))
     after = flatten(msgspec.to_builtins(settings))

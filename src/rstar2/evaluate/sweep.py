@@ -25,8 +25,8 @@ from rstar2.config import AgentConfig, TemplateConfig
 from rstar2.engine.openai import OnText, Reply
 from rstar2.errors import InfrastructureError
 from rstar2.evaluate.benchmarks import Benchmark
-from rstar2.evaluate.scores import Answer
-from rstar2.evaluate.store import EvalDirectory, Settings
+from rstar2.evaluate.scores import GradedAnswer
+from rstar2.evaluate.store import EvalDirectory, EvalSettings
 from rstar2.reward.grade import Verifier, grade
 from rstar2.rollout.groups import GRADE_DEADLINE_S, GroupRunner, together
 from rstar2.seeds import derive_seed
@@ -54,7 +54,7 @@ class Answerer(Protocol):
 
 
 def missing(
-    benchmarks: Sequence[Benchmark], settings: Settings, directory: EvalDirectory
+    benchmarks: Sequence[Benchmark], settings: EvalSettings, directory: EvalDirectory
 ) -> Iterator[Task]:
     """What is not on record yet, the samples of a problem next to each other."""
     for benchmark in benchmarks:
@@ -79,7 +79,7 @@ async def sweep(
     spec: RolloutSpec,
     *,
     concurrency: int,
-    on_answer: Callable[[Answer], None] = lambda answer: None,
+    on_answer: Callable[[GradedAnswer], None] = lambda answer: None,
 ) -> Counter[str]:
     """Answer all tasks; returns the rollouts lost to infrastructure, by name."""
     lost: Counter[str] = Counter()
@@ -100,7 +100,7 @@ async def sweep(
                     )
                 continue
             in_a_row = 0
-            answer = Answer(task.benchmark, task.problem.id, task.sample, tokens, trajectory)
+            answer = GradedAnswer(task.benchmark, task.problem.id, task.sample, tokens, trajectory)
             directory.add(answer)
             on_answer(answer)
 

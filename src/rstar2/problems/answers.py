@@ -98,7 +98,7 @@ class NotAlwaysSolved:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class SampledAnswer:
     """What came of asking once: right, wrong, or lost to infrastructure."""
 
     correct: bool
@@ -106,7 +106,7 @@ class Verdict:
     failure: Failure | None = None
 
 
-Ask = Callable[[Problem, int, int], Awaitable[Verdict]]
+Ask = Callable[[Problem, int, int], Awaitable[SampledAnswer]]
 """(problem, sample, seed) -> verdict."""
 
 
@@ -128,7 +128,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class _AnswerLine:
     row: int
     id: str
     sample: int
@@ -149,7 +149,7 @@ class _Tally:
     def of(cls, rows: int) -> _Tally:
         return cls(np.zeros(rows, np.uint8), np.zeros(rows, np.uint8), np.zeros(rows, np.uint64))
 
-    def add(self, line: _Line) -> None:
+    def add(self, line: _AnswerLine) -> None:
         bit = np.uint64(1 << line.sample)
         if self.asked[line.row] & bit:
             raise DataError(f"{ANSWERS}: sample {line.sample} of {line.id} is there twice")
@@ -175,7 +175,7 @@ class Asking:
         try:
             self._settle(digest)
             self._journal = JsonLines(out / ANSWERS)
-            for line in read_lines(out / ANSWERS, _Line):
+            for line in read_lines(out / ANSWERS, _AnswerLine):
                 self.tally.add(line)
         except BaseException:
             self._lock.release()
@@ -239,7 +239,9 @@ class Asking:
                     found = await ask(problem, sample, seed)
                     if found.failure is None:
                         in_a_row = 0
-                        self._record(_Line(row, problem.id, sample, found.correct, found.answer))
+                        self._record(
+                            _AnswerLine(row, problem.id, sample, found.correct, found.answer)
+                        )
                     else:
                         self.lost += 1
                         in_a_row += 1
@@ -254,7 +256,7 @@ class Asking:
 
         await together(worker() for _ in range(concurrency))
 
-    def _record(self, line: _Line) -> None:
+    def _record(self, line: _AnswerLine) -> None:
         self._journal.append(line)
         self._journal.flush()
         self.tally.add(line)

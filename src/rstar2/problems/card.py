@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol, TypeVar
 
 import msgspec
 
@@ -19,8 +19,21 @@ from rstar2.errors import DataError
 from rstar2.files import replacing_directory
 from rstar2.types import decode, encode
 
+T_contra = TypeVar("T_contra", contravariant=True)
+
 EXAMPLES = 3
 MARKDOWN, JSON, DROPPED = "card.md", "card.json", "dropped.jsonl"
+
+
+class Filter(Protocol[T_contra]):
+    """One step of a pipeline. `name` is its line in the data card."""
+
+    @property
+    def name(self) -> str: ...
+
+    def drop(self, item: T_contra, /) -> str | None:
+        """Return why the item is dropped, or None to keep it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

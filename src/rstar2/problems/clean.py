@@ -10,24 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from rstar2.errors import DataError
-from rstar2.problems.overlap import Contamination, Duplicates, Names, words
+from rstar2.problems.overlap import Contamination, Decontaminated, Duplicates, Names, words
 from rstar2.reward.grade import check_gold
 from rstar2.types import Problem
-
-
-class Step(Protocol):
-    """One filter. `name` is its line in the data card."""
-
-    @property
-    def name(self) -> str: ...
-
-    def drop(self, problem: Problem) -> str | None:
-        """Why this problem goes, or None."""
-        ...
-
 
 _INTEGER = re.compile(r"[+-]?\d+")
 _UNVERIFIABLE = re.compile(
@@ -57,7 +44,7 @@ class IntegerAnswers:
 
 
 @dataclass(frozen=True, slots=True)
-class WellFormed:
+class VerifiableProblems:
     """Problems that ask for a proof, lean on a picture or have several parts cannot be verified."""
 
     name: str = "verifiable and well formed"
@@ -118,7 +105,7 @@ class GoldsReadable:
 
 
 @dataclass(slots=True)
-class Unique:
+class UniqueProblems:
     """Exact and near duplicates; the first one stays."""
 
     name: str = "no duplicates"
@@ -131,20 +118,6 @@ class Unique:
         return None if found is None else f"{found[0]} duplicate of {self._ids[found[1]]}"
 
 
-@dataclass(slots=True)
-class Decontaminated:
-    """No shared 8-gram with an evaluation set."""
-
-    index: Contamination
-    name: str = "decontaminated"
-
-    @classmethod
-    def against(cls, problems: Iterable[Problem], n: int = 8) -> Decontaminated:
-        index = Contamination(n)
-        for problem in problems:
-            index.add(problem.prompt, problem.id)
-        return cls(index)
-
-    def drop(self, problem: Problem) -> str | None:
-        name = self.index.overlap(problem.prompt)
-        return None if name is None else f"shares {self.index.n} words in a row with {name}"
+def decontaminated(evaluation_sets: Iterable[Problem], n: int = 8) -> Decontaminated[Problem]:
+    """A filter that drops problems which share n words in a row with an evaluation set."""
+    return Decontaminated(Contamination.of(evaluation_sets, n), lambda problem: (problem.prompt,))

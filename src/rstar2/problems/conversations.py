@@ -30,7 +30,7 @@ MADE = (ARITHMETIC, TOOLFORMAT)
 """Names of conversations that are made from a seed instead of read."""
 
 
-class _Line(msgspec.Struct, forbid_unknown_fields=True):
+class _ConversationLine(msgspec.Struct, forbid_unknown_fields=True):
     messages: list[Message]
     tools: list[dict[str, Any]] = []
     id: str = ""
@@ -110,7 +110,7 @@ def read_conversations(path: Path) -> list[Conversation]:
 
 def _parse(line: bytes, where: str, number: int) -> Conversation:
     try:
-        read = msgspec.json.decode(line, type=_Line)
+        read = msgspec.json.decode(line, type=_ConversationLine)
     except msgspec.MsgspecError as error:
         raise DataError(f"{where}: {error}") from error
     for message in read.messages:

@@ -29,7 +29,7 @@ TRAIN_COUNT = 4096
 _FIELDS = {"id", "prompt", "answer", "grader", "kind", "source", "meta"}
 
 
-class _Line(msgspec.Struct, forbid_unknown_fields=True):
+class _ProblemLine(msgspec.Struct, forbid_unknown_fields=True):
     prompt: str
     answer: str | int | float
     id: str | int = ""
@@ -76,7 +76,7 @@ def read_jsonl(path: Path) -> Iterator[Problem]:
 
 def _parse(line: bytes, where: str, number: int) -> Problem:
     try:
-        found = msgspec.json.decode(line, type=_Line)
+        found = msgspec.json.decode(line, type=_ProblemLine)
     except msgspec.MsgspecError as error:
         raise DataError(f"{where}: {error}; a problem has the fields {sorted(_FIELDS)}") from error
     answer = found.answer

@@ -16,11 +16,17 @@ from __future__ import annotations
 import re
 import unicodedata
 from array import array
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from typing import Generic, Self, TypeVar
 
 import numpy as np
+
+from rstar2.types import Problem
+
+T = TypeVar("T")
 
 _COMMANDS = {
     "times": "*",
@@ -116,6 +122,14 @@ class Contamination:
         self.n = n
         self._grams: dict[int, str] = {}
 
+    @classmethod
+    def of(cls, problems: Iterable[Problem], n: int = 8) -> Self:
+        """The index of evaluation problems."""
+        index = cls(n)
+        for problem in problems:
+            index.add(problem.prompt, problem.id)
+        return index
+
     def add(self, text: str, name: str) -> None:
         """Protect a text; `name` is reported when something overlaps with it."""
         for gram in fingerprint(text).grams(self.n).tolist():
@@ -130,6 +144,22 @@ class Contamination:
 
     def __len__(self) -> int:
         return len(self._grams)
+
+
+@dataclass(frozen=True, slots=True)
+class Decontaminated(Generic[T]):
+    """A filter: no text of an item shares an n-gram with an evaluation set."""
+
+    index: Contamination
+    texts: Callable[[T], Iterable[str]]
+    """The texts of an item that are compared."""
+    name: str = "decontaminated"
+
+    def drop(self, item: T) -> str | None:
+        for text in self.texts(item):
+            if (name := self.index.overlap(text)) is not None:
+                return f"shares {self.index.n} words in a row with {name}"
+        return None
 
 
 class HashTable:

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rstar2.errors import DataError
-from rstar2.problems.card import DROPPED, Bin, Card, Dropped, StepCount, output_directory
-from rstar2.problems.clean import Step
+from rstar2.problems.card import DROPPED, Bin, Card, Dropped, Filter, StepCount, output_directory
 from rstar2.problems.rows import BadRow, known_rows, shown
-from rstar2.problems.sources import READERS, Malformed, Reader, recognise, to_problem
+from rstar2.problems.sources import READERS, MalformedRow, Reader, recognise, to_problem
 from rstar2.reward.grade import Verifier, rejected_golds
 from rstar2.types import Problem, encode
 
-__all__ = ["Card", "Dropped", "Source", "prepare", "read_problems"]
+__all__ = ["Card", "Dropped", "ProblemSource", "prepare", "read_problems"]
 
 CHUNK = 512
 PROBLEMS = "problems.jsonl"
@@ -33,7 +32,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ProblemSource:
     """One data set: where it is, what it is called, and how to read it (None: by its fields)."""
 
     path: str
@@ -41,7 +40,7 @@ class Source:
     reader: Reader | None = None
 
 
-def read_problems(source: Source) -> Iterator[tuple[str, Problem | Dropped]]:
+def read_problems(source: ProblemSource) -> Iterator[tuple[str, Problem | Dropped]]:
     """Stream a source as problems; rows that are none come as `Dropped` of the step `read`."""
     for found in known_rows(source.path, source.reader, lambda row: READERS[recognise(row)]):
         if isinstance(found, BadRow):
@@ -50,13 +49,13 @@ def read_problems(source: Source) -> Iterator[tuple[str, Problem | Dropped]]:
         row, reader = found
         try:
             yield row.where, to_problem(row, reader, source.name)
-        except Malformed as error:
+        except MalformedRow as error:
             yield row.where, Dropped(READ, str(error), row.where, shown(row))
 
 
 async def prepare(
-    sources: Sequence[Source],
-    steps: Sequence[Step],
+    sources: Sequence[ProblemSource],
+    steps: Sequence[Filter[Problem]],
     out: Path,
     *,
     verifier: Verifier | None = None,
@@ -82,12 +81,12 @@ async def prepare(
 class _Cleaning:
     """The steps with their counts; one for all sources, as duplicates are sought across them."""
 
-    steps: Sequence[Step]
+    steps: Sequence[Filter[Problem]]
     card: Card
     bin: Bin
     verifier: Verifier | None
 
-    async def run(self, source: Source, progress: Progress | None) -> AsyncIterator[Problem]:
+    async def run(self, source: ProblemSource, progress: Progress | None) -> AsyncIterator[Problem]:
         """The problems of a source that pass every step."""
         through = self._through(source)
         while chunk := list(itertools.islice(through, CHUNK)):
@@ -98,7 +97,7 @@ class _Cleaning:
             if progress is not None:
                 progress(self.card.steps[0].entered, self.card.kept)
 
-    def _through(self, source: Source) -> Iterator[tuple[str, Problem]]:
+    def _through(self, source: ProblemSource) -> Iterator[tuple[str, Problem]]:
         reading, *counts = self.card.steps
         stages = list(zip(self.steps, counts, strict=False))  # the verifier's count is left over
         rows = self.card.sources
@@ -114,7 +113,7 @@ class _Cleaning:
                 yield where, found
 
     def _passes(
-        self, where: str, problem: Problem, stages: Sequence[tuple[Step, StepCount]]
+        self, where: str, problem: Problem, stages: Sequence[tuple[Filter[Problem], StepCount]]
     ) -> bool:
         for step, count in stages:
             count.entered += 1

@@ -45,7 +45,7 @@ _HUB_NAME = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DataRow:
     """One record with its publisher's own field names."""
 
     where: str
@@ -75,7 +75,7 @@ class HubName:
     split: str
 
 
-def read_rows(source: str) -> Iterator[Row | BadRow]:
+def read_rows(source: str) -> Iterator[DataRow | BadRow]:
     """Stream `source`, a file or a name on the hub (see the table above)."""
     if source.startswith(HUB):
         yield from _read_hub(source)
@@ -95,14 +95,14 @@ def read_rows(source: str) -> Iterator[Row | BadRow]:
 
 def known_rows(
     source: str, known: T | None, recognise: Callable[[Mapping[str, Any]], T]
-) -> Iterator[tuple[Row, T] | BadRow]:
+) -> Iterator[tuple[DataRow, T] | BadRow]:
     """The rows with what reads them: `known`, or what `recognise` says of the first row it knows.
 
     Broken rows come as `BadRow`. If the first rows are all unknown, that is another data set and
     not a file of broken rows: a UserError. So is, as a DataError, a source without a row.
     """
     count = 0
-    unknown: list[tuple[Row, UserError]] = []
+    unknown: list[tuple[DataRow, UserError]] = []
     for row in read_rows(source):
         count += 1
         if isinstance(row, BadRow):
@@ -127,7 +127,7 @@ def known_rows(
         raise DataError(f"{source}: holds no row")
 
 
-def shown(row: Row, limit: int = 1000) -> str:
+def shown(row: DataRow, limit: int = 1000) -> str:
     """The beginning of a row, as JSON, for people."""
     fields = {str(name): value for name, value in row.fields.items()}
     return json.dumps(fields, ensure_ascii=False, default=str)[:limit]
@@ -144,7 +144,7 @@ def parse_hub(source: str) -> HubName:
 # --------------------------------------------------------------------------- JSON
 
 
-def _read_json(path: Path) -> Iterator[Row | BadRow]:
+def _read_json(path: Path) -> Iterator[DataRow | BadRow]:
     number = 0
     try:
         with path.open("rb") as raw:
@@ -167,7 +167,7 @@ def _is_array(file: IO[bytes] | gzip.GzipFile) -> bool:
     return start == b"["
 
 
-def _lines(path: Path, lines: Iterable[bytes]) -> Iterator[Row | BadRow]:
+def _lines(path: Path, lines: Iterable[bytes]) -> Iterator[DataRow | BadRow]:
     decode = msgspec.json.Decoder().decode
     for number, line in enumerate(lines, start=1):
         if line.isspace():
@@ -179,12 +179,12 @@ def _lines(path: Path, lines: Iterable[bytes]) -> Iterator[Row | BadRow]:
             yield BadRow(where, number, f"not JSON: {error}", _shown(line))
             continue
         if isinstance(fields, dict):
-            yield Row(where, number, fields)
+            yield DataRow(where, number, fields)
         else:
             yield BadRow(where, number, _no_object(fields), _shown(line))
 
 
-def _elements(path: Path, file: IO[bytes] | gzip.GzipFile) -> Iterator[Row | BadRow]:
+def _elements(path: Path, file: IO[bytes] | gzip.GzipFile) -> Iterator[DataRow | BadRow]:
     """The elements of one JSON array, with no more than a few of them in memory."""
     text = _Text(path, file)
     decoder = json.JSONDecoder(parse_constant=_refuse_constant)
@@ -197,7 +197,7 @@ def _elements(path: Path, file: IO[bytes] | gzip.GzipFile) -> Iterator[Row | Bad
         where = f"{path}:{number}"
         fields = text.decode(decoder, where)
         if isinstance(fields, dict):
-            yield Row(where, number, fields)
+            yield DataRow(where, number, fields)
         else:
             yield BadRow(where, number, _no_object(fields), json.dumps(fields)[:500])
     text.skip("]")
@@ -283,7 +283,7 @@ def _shown(line: bytes, limit: int = 500) -> str:
 # --------------------------------------------------------------------------- with the data extra
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
+def _read_parquet(path: Path) -> Iterator[DataRow]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -297,12 +297,12 @@ def _read_parquet(path: Path) -> Iterator[Row]:
             for batch in file.iter_batches(batch_size=BATCH_ROWS):
                 for fields in batch.to_pylist():
                     number += 1
-                    yield Row(f"{path}:{number}", number, fields)
+                    yield DataRow(f"{path}:{number}", number, fields)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: torn or no Parquet file after row {number}: {error}") from error
 
 
-def _read_hub(source: str) -> Iterator[Row]:
+def _read_hub(source: str) -> Iterator[DataRow]:
     try:
         import datasets
         import httpx
@@ -315,7 +315,7 @@ def _read_hub(source: str) -> Iterator[Row]:
             hub.name, hub.config, split=hub.split, revision=hub.revision, streaming=True
         )
         for number, fields in enumerate(stream, start=1):
-            yield Row(f"{source}:{number}", number, fields)
+            yield DataRow(f"{source}:{number}", number, fields)
     except (
         OSError,
         ValueError,

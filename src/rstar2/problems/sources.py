@@ -1,7 +1,7 @@
 """Publishers' schemas: how a row of each public data set becomes a Problem.
 
 A reader is a pure function from a row's fields to (prompt, answer, kind, extra); it raises
-`Malformed` naming the field where a row does not have its publisher's shape, and never guesses.
+`MalformedRow` naming the field where a row does not have its publisher's shape, and never guesses.
 `fields=` maps any other data set by name: {"prompt": "question", "answer": "label"}.
 
 | name              | published as                    | fields                                |
@@ -28,11 +28,11 @@ from typing import Any
 
 from rstar2.agent.parser import boxed_content
 from rstar2.errors import UserError
-from rstar2.problems.rows import Row
+from rstar2.problems.rows import DataRow
 from rstar2.types import Problem
 
 
-class Malformed(ValueError):
+class MalformedRow(ValueError):
     """A row that lacks its publisher's shape; the message names the field."""
 
 
@@ -58,22 +58,22 @@ _DAPO_TAIL = re.compile(r"\n+Remember to put your answer on its own line.*$", re
 def _text(fields: Mapping[str, Any], name: str) -> str:
     """A non-empty string or number; floats that are integers lose their point."""
     if name not in fields:
-        raise Malformed(f"field {name!r} is missing; the row has {sorted(map(str, fields))}")
+        raise MalformedRow(f"field {name!r} is missing; the row has {sorted(map(str, fields))}")
     return _scalar(fields[name], name)
 
 
 def _scalar(value: Any, name: str) -> str:
     if value is None:
-        raise Malformed(f"field {name!r} is null")
+        raise MalformedRow(f"field {name!r} is null")
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise Malformed(f"field {name!r} is a {type(value).__name__}, not text or a number")
+        raise MalformedRow(f"field {name!r} is a {type(value).__name__}, not text or a number")
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise Malformed(f"field {name!r} is {value}")
+            raise MalformedRow(f"field {name!r} is {value}")
         value = int(value) if value.is_integer() else value
     text = str(value).strip()
     if not text:
-        raise Malformed(f"field {name!r} is empty")
+        raise MalformedRow(f"field {name!r} is empty")
     return text
 
 
@@ -94,14 +94,14 @@ def _origin(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _nested(fields: Mapping[str, Any], name: str, kind: type) -> Any:
     value = fields.get(name)
     if not isinstance(value, kind) or not value:
-        raise Malformed(f"field {name!r} should be a non-empty {kind.__name__}")
+        raise MalformedRow(f"field {name!r} should be a non-empty {kind.__name__}")
     return value
 
 
 def _dapo(fields: Mapping[str, Any]) -> Draft:
     message = _nested(fields, "prompt", list)[0]
     if not isinstance(message, Mapping):
-        raise Malformed("field 'prompt' should hold messages")
+        raise MalformedRow("field 'prompt' should hold messages")
     prompt = _DAPO_TAIL.sub("", _DAPO_HEAD.sub("", _text(message, "content")))
     truth = _text(_nested(fields, "reward_model", dict), "ground_truth")
     extra = fields.get("extra_info")
@@ -111,7 +111,7 @@ def _dapo(fields: Mapping[str, Any]) -> Draft:
 def _openmathreasoning(fields: Mapping[str, Any]) -> Draft:
     kind = _text(fields, "problem_type")
     if kind != "has_answer_extracted":
-        raise Malformed(f"problem_type is {kind!r}: it has no extracted answer")
+        raise MalformedRow(f"problem_type is {kind!r}: it has no extracted answer")
     source = _kind(fields, "problem_source")
     return Draft(_text(fields, "problem"), _text(fields, "expected_answer"), source)
 
@@ -123,7 +123,7 @@ def _euler(fields: Mapping[str, Any]) -> Draft:
 def _gsm8k(fields: Mapping[str, Any]) -> Draft:
     _, mark, answer = _text(fields, "answer").rpartition("####")
     if not mark or not answer.strip():
-        raise Malformed("field 'answer' has no final answer after ####")
+        raise MalformedRow("field 'answer' has no final answer after ####")
     return Draft(_text(fields, "question"), answer.strip().replace(",", ""))
 
 
@@ -134,7 +134,7 @@ def _math(fields: Mapping[str, Any]) -> Draft:
         return Draft(_text(fields, "problem"), _text(fields, "answer"), kind, origin)
     answer = boxed_content(_text(fields, "solution"))
     if answer is None:
-        raise Malformed("field 'solution' has no \\boxed answer")
+        raise MalformedRow("field 'solution' has no \\boxed answer")
     return Draft(_text(fields, "problem"), answer, kind, origin)
 
 
@@ -150,7 +150,7 @@ def _mawps(fields: Mapping[str, Any]) -> Draft:
         return Draft(_text(fields, "input"), _number(fields, "target"), _kind(fields, "type"))
     solutions = _nested(fields, "lSolutions", list)
     if len(solutions) != 1:
-        raise Malformed(f"field 'lSolutions' has {len(solutions)} answers, not one")
+        raise MalformedRow(f"field 'lSolutions' has {len(solutions)} answers, not one")
     answer = _POINT_ZERO.sub("", _scalar(solutions[0], "lSolutions"))
     return Draft(_text(fields, "sQuestion"), answer, meta=_origin(fields, "iIndex"))
 
@@ -215,7 +215,7 @@ def recognise(fields: Mapping[str, Any]) -> str:
     )
 
 
-def to_problem(row: Row, reader: Reader, source: str) -> Problem:
+def to_problem(row: DataRow, reader: Reader, source: str) -> Problem:
     """Read one row; the id is the source and the row's number, so it can be found again."""
     draft = reader(row.fields)
     grader = "integer" if re.fullmatch(r"[+-]?\d+", draft.answer) else "math"

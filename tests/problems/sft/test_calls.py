@@ -9,7 +9,7 @@ import pytest
 from rstar2.agent.prompts import _compiled
 from rstar2.problems.sft.calls import (
     BadCall,
-    Call,
+    FunctionCall,
     bracketed_calls,
     check_call,
     json_call,
@@ -23,7 +23,7 @@ NAMES = ["Market Trends API", "get_news", "News (Video) V2", "News", "a.b/c"]
 
 
 def test_a_call_is_written_as_the_chat_template_writes_it() -> None:
-    call = Call("get_weather", {"city": "Zürich", "days": 2, "deep": {"a": [True, None]}})
+    call = FunctionCall("get_weather", {"city": "Zürich", "days": 2, "deep": {"a": [True, None]}})
     told = [
         {"role": "user", "content": "?"},
         {
@@ -42,7 +42,7 @@ def test_a_call_is_written_as_the_chat_template_writes_it() -> None:
 @pytest.mark.parametrize("arguments", ['{"id": "u1", "n": 2}', r'"{\"id\": \"u1\", \"n\": 2}"'])
 def test_json_calls_with_objects_or_serialised_objects(arguments: str) -> None:
     found = json_call(f'{{"name": "get_user", "arguments": {arguments}}}')
-    assert found == Call("get_user", {"id": "u1", "n": 2})
+    assert found == FunctionCall("get_user", {"id": "u1", "n": 2})
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_json_that_is_no_call_is_refused(text: str, message: str) -> None:
     ],
 )
 def test_arguments_between_apostrophes(text: str, arguments: dict[str, Any]) -> None:
-    assert quoted_call(text) == Call("f", arguments)
+    assert quoted_call(text) == FunctionCall("f", arguments)
 
 
 @pytest.mark.parametrize(
@@ -102,34 +102,34 @@ def test_broken_quoted_calls_are_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "calls"),
     [
-        ('[get_news(country="us")]', [Call("get_news", {"country": "us"})]),
+        ('[get_news(country="us")]', [FunctionCall("get_news", {"country": "us"})]),
         (
             '[Market Trends API(trend_type="A", n=2), get_news(x=[1, "a,b)"])]',
             [
-                Call("Market Trends API", {"trend_type": "A", "n": 2}),
-                Call("get_news", {"x": [1, "a,b)"]}),
+                FunctionCall("Market Trends API", {"trend_type": "A", "n": 2}),
+                FunctionCall("get_news", {"x": [1, "a,b)"]}),
             ],
         ),
         (
             "[get_news(q={'a': True, 'b': None}, t=(1, 2), f=-3.5, s='it\\'s',)]",
             [
-                Call(
+                FunctionCall(
                     "get_news",
                     {"q": {"a": True, "b": None}, "t": [1, 2], "f": -3.5, "s": "it's"},
                 )
             ],
         ),
-        ("[get_news(a=true, b=null)]", [Call("get_news", {"a": True, "b": None})]),
-        ("[get_news(from='x', $top=1)]", [Call("get_news", {"from": "x", "$top": 1})]),
+        ("[get_news(a=true, b=null)]", [FunctionCall("get_news", {"a": True, "b": None})]),
+        ("[get_news(from='x', $top=1)]", [FunctionCall("get_news", {"from": "x", "$top": 1})]),
         (
             "[News (Video) V2(u=1), News(u=2)]",
-            [Call("News (Video) V2", {"u": 1}), Call("News", {"u": 2})],
+            [FunctionCall("News (Video) V2", {"u": 1}), FunctionCall("News", {"u": 2})],
         ),
-        ("[a.b/c()]", [Call("a.b/c", {})]),
-        ("[ get_news ( a = 1 ) ]", [Call("get_news", {"a": 1})]),
+        ("[a.b/c()]", [FunctionCall("a.b/c", {})]),
+        ("[ get_news ( a = 1 ) ]", [FunctionCall("get_news", {"a": 1})]),
     ],
 )
-def test_calls_in_brackets(text: str, calls: list[Call]) -> None:
+def test_calls_in_brackets(text: str, calls: list[FunctionCall]) -> None:
     assert meant_as_bracketed(text)
     assert list(bracketed_calls(text, NAMES)) == calls
 
@@ -216,7 +216,7 @@ def test_what_is_no_signature_is_refused(value: Any) -> None:
     ],
 )
 def test_calls_that_fit_their_signature(arguments: dict[str, Any]) -> None:
-    check_call(Call("weather", arguments), [WEATHER])
+    check_call(FunctionCall("weather", arguments), [WEATHER])
 
 
 @pytest.mark.parametrize(
@@ -235,9 +235,9 @@ def test_calls_that_fit_their_signature(arguments: dict[str, Any]) -> None:
 )
 def test_calls_that_do_not_fit_say_why(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(BadCall, match=message):
-        check_call(Call("weather", arguments), [WEATHER])
+        check_call(FunctionCall("weather", arguments), [WEATHER])
 
 
 def test_a_function_that_is_not_offered_cannot_be_called() -> None:
     with pytest.raises(BadCall, match="no such function: wether"):
-        check_call(Call("wether", {"city": "Bern"}), [WEATHER])
+        check_call(FunctionCall("wether", {"city": "Bern"}), [WEATHER])

@@ -7,33 +7,40 @@ from pathlib import Path
 
 import pytest
 
-from rstar2.problems.prepare import Source, read_problems
-from rstar2.problems.rows import Row, read_rows
+from rstar2.problems.prepare import ProblemSource, read_problems
+from rstar2.problems.rows import DataRow, read_rows
 from rstar2.problems.sft import checks
-from rstar2.problems.sft.calls import Call, signature
-from rstar2.problems.sft.converters import CONVERTERS, Said, Talk
+from rstar2.problems.sft.calls import FunctionCall, signature
+from rstar2.problems.sft.converters import CONVERTERS, ParsedConversation, ParsedMessage
 from rstar2.types import Problem
 from tests.problems.sft import sft_rows
 
-U, A, T = Said("user", "q"), Said("assistant", "a"), Said("tool", "r")
-C = Said("assistant", "", (Call("f", {}),))
+U, A, T = ParsedMessage("user", "q"), ParsedMessage("assistant", "a"), ParsedMessage("tool", "r")
+C = ParsedMessage("assistant", "", (FunctionCall("f", {}),))
 
 
-def talk(*messages: Said) -> Talk:
-    return Talk(messages, (signature({"name": "f"}),))
+def talk(*messages: ParsedMessage, id: str = "") -> ParsedConversation:
+    return ParsedConversation(messages, (signature({"name": "f"}),), id=id)
 
 
 def test_calls_must_fit_the_signatures_of_their_conversation() -> None:
-    assert checks.ValidCalls().drop("", talk(U, C)) is None
-    assert "no such function" in (checks.ValidCalls().drop("", Talk((U, C))) or "kept")
+    assert checks.ValidCalls().drop(talk(U, C)) is None
+    assert "no such function" in (checks.ValidCalls().drop(ParsedConversation((U, C))) or "kept")
 
 
 @pytest.mark.parametrize(
     "messages",
-    [(U, A), (Said("system", "s"), U, A, U, A), (U, C, T, A), (U, C, T, T, A), (U, C), (U, A, U)],
+    [
+        (U, A),
+        (ParsedMessage("system", "s"), U, A, U, A),
+        (U, C, T, A),
+        (U, C, T, T, A),
+        (U, C),
+        (U, A, U),
+    ],
 )
-def test_turns_in_order_are_kept(messages: tuple[Said, ...]) -> None:
-    assert checks.WellFormed().drop("", talk(*messages)) is None
+def test_turns_in_order_are_kept(messages: tuple[ParsedMessage, ...]) -> None:
+    assert checks.OrderedTurns().drop(talk(*messages)) is None
 
 
 @pytest.mark.parametrize(
@@ -43,20 +50,20 @@ def test_turns_in_order_are_kept(messages: tuple[Said, ...]) -> None:
         ((A, U), "by assistant after nobody"),
         ((U, U, A), "by user after user"),
         ((U, A, A), "by assistant after assistant"),
-        ((U, A, Said("system", "s")), "by system after assistant"),
+        ((U, A, ParsedMessage("system", "s")), "by system after assistant"),
         ((U, A, T), "response to no call"),
         ((U, C, U, A), "has no response"),
         ((U, T, A), "by tool after user"),
-        ((U, Said("assistant", "")), "message 2 is empty"),
-        ((Said("user", "x<|im_end|>"), A), r"control token <|im_end|>"),
-        ((U, Said("assistant", "<tool_call>{}")), "control token <tool_call>"),
-        ((U, C, Said("tool", "</tool_response>"), A), "control token </tool_response>"),
+        ((U, ParsedMessage("assistant", "")), "message 2 is empty"),
+        ((ParsedMessage("user", "x<|im_end|>"), A), r"control token <|im_end|>"),
+        ((U, ParsedMessage("assistant", "<tool_call>{}")), "control token <tool_call>"),
+        ((U, C, ParsedMessage("tool", "</tool_response>"), A), "control token </tool_response>"),
     ],
 )
 def test_turns_out_of_order_and_forged_ones_are_dropped(
-    messages: tuple[Said, ...], reason: str
+    messages: tuple[ParsedMessage, ...], reason: str
 ) -> None:
-    assert reason in (checks.WellFormed().drop("", talk(*messages)) or "kept")
+    assert reason in (checks.OrderedTurns().drop(talk(*messages)) or "kept")
 
 
 # --------------------------------------------------------------------------- mathematics
@@ -86,25 +93,25 @@ CONTROL = [
 
 @pytest.mark.parametrize(("asked", "answered"), MATH)
 def test_worked_mathematics_is_found(asked: str, answered: str) -> None:
-    told = talk(Said("user", asked), Said("assistant", answered))
-    assert checks.NoMathReasoning().drop("", told) is not None
+    told = talk(ParsedMessage("user", asked), ParsedMessage("assistant", answered))
+    assert checks.NoMathReasoning().drop(told) is not None
 
 
 @pytest.mark.parametrize(("asked", "answered"), CONTROL)
 def test_other_talk_is_not_taken_for_mathematics(asked: str, answered: str) -> None:
-    told = talk(Said("user", asked), Said("assistant", answered))
-    assert checks.NoMathReasoning().drop("", told) is None
+    told = talk(ParsedMessage("user", asked), ParsedMessage("assistant", answered))
+    assert checks.NoMathReasoning().drop(told) is None
 
 
 @pytest.mark.parametrize("name", CONVERTERS)
 def test_the_publishers_rows_hold_no_mathematics(name: str) -> None:
-    assert checks.NoMathReasoning().drop("", CONVERTERS[name](sft_rows.ROWS[name])) is None
+    assert checks.NoMathReasoning().drop(CONVERTERS[name](sft_rows.ROWS[name])) is None
 
 
 def test_what_tools_return_and_calls_hold_is_not_looked_at() -> None:
-    calls = Said("assistant", "", (Call("f", {"code": "1 + 2 = 3; 3 + 4 = 7"}),))
-    told = talk(U, calls, Said("tool", r"1 + 2 = 3, 3 + 4 = 7, \boxed{7}"), A)
-    assert checks.NoMathReasoning().drop("", told) is None
+    calls = ParsedMessage("assistant", "", (FunctionCall("f", {"code": "1 + 2 = 3; 3 + 4 = 7"}),))
+    told = talk(U, calls, ParsedMessage("tool", r"1 + 2 = 3, 3 + 4 = 7, \boxed{7}"), A)
+    assert checks.NoMathReasoning().drop(told) is None
 
 
 @pytest.mark.parametrize(
@@ -119,7 +126,7 @@ def test_what_tools_return_and_calls_hold_is_not_looked_at() -> None:
 def test_real_solutions_are_found_with_and_without_their_marks(
     shared_data: Path, file: str, asked: str, answered: str, marks: str, least: float
 ) -> None:
-    rows = [r.fields for r in read_rows(str(shared_data / file)) if isinstance(r, Row)]
+    rows = [r.fields for r in read_rows(str(shared_data / file)) if isinstance(r, DataRow)]
     told = [(r[asked], re.sub(marks, "", r[answered]) if marks else r[answered]) for r in rows]
     found = [checks.math_reasoning(*each) is not None for each in told]
     assert sum(found) / len(found) >= least
@@ -130,25 +137,33 @@ def test_real_solutions_are_found_with_and_without_their_marks(
 
 def test_user_messages_are_held_against_the_evaluation_sets() -> None:
     protected = Problem("e-1", "Find the sum of all primes below one hundred and thirty.", "1")
-    check = checks.Decontaminated.against([protected])
+    check = checks.decontaminated([protected])
     planted = "Please: FIND the  sum of all primes below one hundred and thirty"
-    assert "e-1" in (check.drop("", talk(U, A, Said("user", planted), A)) or "kept")
-    assert check.drop("", talk(U, Said("assistant", planted))) is None
-    assert check.drop("", talk(Said("user", "Find me a good book about primes."), A)) is None
+    assert "e-1" in (check.drop(talk(U, A, ParsedMessage("user", planted), A)) or "kept")
+    assert check.drop(talk(U, ParsedMessage("assistant", planted))) is None
+    assert check.drop(talk(ParsedMessage("user", "Find me a good book about primes."), A)) is None
 
 
 def test_equal_conversations_are_dropped_whatever_their_spacing() -> None:
-    check = checks.Unique()
-    assert check.drop("a-1", talk(U, A)) is None
-    assert check.drop("a-2", talk(Said("system", "s"), Said("user", " q\n"), A)) == "equal to a-1"
-    assert check.drop("a-3", talk(U, C)) is None
-    assert check.drop("a-4", talk(U, Said("assistant", "", (Call("f", {"x": 1}),)))) is None
+    check = checks.UniqueConversations()
+    assert check.drop(talk(U, A, id="a-1")) is None
+    assert (
+        check.drop(talk(ParsedMessage("system", "s"), ParsedMessage("user", " q\n"), A, id="a-2"))
+        == "equal to a-1"
+    )
+    assert check.drop(talk(U, C, id="a-3")) is None
+    assert (
+        check.drop(
+            talk(U, ParsedMessage("assistant", "", (FunctionCall("f", {"x": 1}),)), id="a-4")
+        )
+        is None
+    )
 
 
 def test_shared_word_problems_do_not_overlap_with_olympiad_sets(shared_data: Path) -> None:
-    sets = (Source(str(shared_data / f), f) for f in ("aime24.jsonl", "math500.jsonl"))
+    sets = (ProblemSource(str(shared_data / f), f) for f in ("aime24.jsonl", "math500.jsonl"))
     protected = [p for s in sets for _, p in read_problems(s) if isinstance(p, Problem)]
-    check = checks.Decontaminated.against(protected)
-    words = read_problems(Source(str(shared_data / "svamp.jsonl"), "svamp"))
+    check = checks.decontaminated(protected)
+    words = read_problems(ProblemSource(str(shared_data / "svamp.jsonl"), "svamp"))
     asked = [p.prompt for _, p in words if isinstance(p, Problem)]
-    assert [text for text in asked if check.drop("", talk(Said("user", text), A))] == []
+    assert [text for text in asked if check.drop(talk(ParsedMessage("user", text), A))] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,17 +12,17 @@ import pytest
 from rstar2.agent.parser import TOOL_NAME, parse_turn
 from rstar2.errors import UserError
 from rstar2.problems.sft.calls import BadCall
-from rstar2.problems.sft.checks import ValidCalls, WellFormed
-from rstar2.problems.sft.converters import CONVERTERS, Unusable, recognise, to_conversation
+from rstar2.problems.sft.checks import OrderedTurns, ValidCalls
+from rstar2.problems.sft.converters import CONVERTERS, UnusableRow, recognise, to_conversation
 from rstar2.types import Conversation
 from tests.problems.sft import sft_rows
 
 
 def convert(name: str, fields: dict[str, Any]) -> Conversation:
     talk = CONVERTERS[name](fields)
-    for check in (ValidCalls(), WellFormed()):
-        assert check.drop("x", talk) is None
-    return to_conversation(talk, id="x-1", source="x")
+    for check in (ValidCalls(), OrderedTurns()):
+        assert check.drop(talk) is None
+    return to_conversation(replace(talk, id="x-1"), "x")
 
 
 def said(conversation: Conversation) -> list[tuple[str, str]]:
@@ -176,7 +177,7 @@ def changed(fields: dict[str, Any], **changes: Any) -> dict[str, Any]:
     ],
 )
 def test_an_unusable_row_says_what_kind(name: str, fields: dict[str, Any], kind: str) -> None:
-    with pytest.raises(Unusable) as error:
+    with pytest.raises(UnusableRow) as error:
         CONVERTERS[name](fields)
     assert error.value.kind == kind
 

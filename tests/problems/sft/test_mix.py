@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rstar2.errors import UserError
-from rstar2.problems.sft.mix import draw, plan
+from rstar2.problems.sft.prepare import draw_mixture, plan_mixture
 
 HAVE = {"a": 100, "b": 30, "c": 1000}
 
@@ -25,7 +25,7 @@ HAVE = {"a": 100, "b": 30, "c": 1000}
 def test_the_scarcest_source_decides_the_size(
     weights: dict[str, float] | None, total: int | None, counts: dict[str, int]
 ) -> None:
-    assert plan(HAVE, weights, total) == counts
+    assert plan_mixture(HAVE, weights, total) == counts
 
 
 @pytest.mark.parametrize(
@@ -39,19 +39,19 @@ def test_the_scarcest_source_decides_the_size(
 )
 def test_weights_that_make_no_mixture_are_refused(weights: dict[str, float], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        plan(HAVE, weights, None)
+        plan_mixture(HAVE, weights, None)
 
 
 def test_a_source_without_rows_is_an_error_only_if_it_has_a_share() -> None:
     with pytest.raises(UserError, match="nothing of b"):
-        plan({"a": 5, "b": 0}, {"a": 1, "b": 1}, None)
-    assert plan({"a": 5, "b": 0}, None, None) == {"a": 5, "b": 0}
-    assert plan({"a": 0}, None, None) == {"a": 0}
+        plan_mixture({"a": 5, "b": 0}, {"a": 1, "b": 1}, None)
+    assert plan_mixture({"a": 5, "b": 0}, None, None) == {"a": 5, "b": 0}
+    assert plan_mixture({"a": 0}, None, None) == {"a": 0}
 
 
 def test_no_row_is_drawn_twice_and_sources_are_interleaved() -> None:
     counts = {"a": 60, "b": 30, "c": 500}
-    sources, rows = draw(HAVE, counts, seed=1)
+    sources, rows = draw_mixture(HAVE, counts, seed=1)
     drawn = list(zip(sources.tolist(), rows.tolist(), strict=True))
     assert len(set(drawn)) == len(drawn) == 590
     assert np.bincount(sources).tolist() == [60, 30, 500]
@@ -61,6 +61,6 @@ def test_no_row_is_drawn_twice_and_sources_are_interleaved() -> None:
 
 def test_a_draw_depends_on_its_seed_alone() -> None:
     counts = {"a": 10, "b": 10, "c": 10}
-    first, again, other = (draw(HAVE, counts, seed) for seed in (1, 1, 2))
+    first, again, other = (draw_mixture(HAVE, counts, seed) for seed in (1, 1, 2))
     assert all((x == y).all() for x, y in zip(first, again, strict=True))
     assert not (first[1] == other[1]).all()

@@ -61,7 +61,7 @@ def test_nothing_is_lost_and_everything_is_counted(tmp_path: Path) -> None:
     out = tmp_path / "out"
     card = prepare_sft(
         [SftSource(toolace, "toolace"), SftSource(talk, "talk")],
-        [checks.WellFormed(), checks.NoMathReasoning(), checks.Unique()],
+        [checks.OrderedTurns(), checks.NoMathReasoning(), checks.UniqueConversations()],
         out,
         mixture=Mixture(max_length=2000),
     )

@@ -31,7 +31,7 @@ class BadCall(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class FunctionCall:
     """One call of a named tool."""
 
     name: str
@@ -47,12 +47,12 @@ class Call:
 # --------------------------------------------------------------------------- reading calls
 
 
-def json_call(text: str) -> Call:
+def json_call(text: str) -> FunctionCall:
     """A call written as a JSON object; its arguments may be an object or JSON in a string."""
     return call_of(_json(text, "the call"))
 
 
-def call_of(value: Any) -> Call:
+def call_of(value: Any) -> FunctionCall:
     """A call that is decoded already."""
     if not isinstance(value, Mapping):
         raise BadCall(f"a call should be a JSON object, not {type(value).__name__}")
@@ -63,13 +63,13 @@ def call_of(value: Any) -> Call:
         arguments = _json(arguments, f"the arguments of {name}")
     if not isinstance(arguments, Mapping):
         raise BadCall(f"the arguments of {name} are no JSON object")
-    return Call(name, arguments)
+    return FunctionCall(name, arguments)
 
 
 _QUOTED = re.compile(r"""\{"name":\s*"([^"]+)",\s*"arguments":\s*'(.*)'\s*\}""", re.DOTALL)
 
 
-def quoted_call(text: str) -> Call:
+def quoted_call(text: str) -> FunctionCall:
     """A call whose arguments are JSON between apostrophes."""
     match = _QUOTED.fullmatch(text.strip())
     if match is None:
@@ -89,13 +89,13 @@ def meant_as_bracketed(text: str) -> bool:
     return _BRACKETED.fullmatch(text.strip()) is not None
 
 
-def bracketed_calls(text: str, names: Sequence[str]) -> tuple[Call, ...]:
+def bracketed_calls(text: str, names: Sequence[str]) -> tuple[FunctionCall, ...]:
     """Calls written as [f(a=1), g(b="x")]; names may hold spaces, so only listed ones are known."""
     text = text.strip()
     if not (text.startswith("[") and text.endswith("]")):
         raise BadCall("the calls are not between brackets")
     by_length = sorted(names, key=len, reverse=True)
-    calls: list[Call] = []
+    calls: list[FunctionCall] = []
     place = 1
     while True:
         place = _after_space(text, place)
@@ -104,7 +104,7 @@ def bracketed_calls(text: str, names: Sequence[str]) -> tuple[Call, ...]:
         if name is None or not text.startswith("(", opening):
             raise BadCall(f"no listed function at {text[place : place + 40]!r}")
         arguments, place = _arguments(text, opening + 1, name)
-        calls.append(Call(name, arguments))
+        calls.append(FunctionCall(name, arguments))
         place = _after_space(text, place)
         if text.startswith(",", place):
             place += 1
@@ -249,7 +249,7 @@ def _schema(value: Mapping[str, Any]) -> dict[str, Any]:
 # --------------------------------------------------------------------------- checking calls
 
 
-def check_call(call: Call, tools: Sequence[Signature]) -> None:
+def check_call(call: FunctionCall, tools: Sequence[Signature]) -> None:
     """Refuse a call that its signature does not allow."""
     found = [tool["function"] for tool in tools if tool["function"]["name"] == call.name]
     if not found:

@@ -8,27 +8,14 @@ evaluation sets, no duplicates. A step returns None or why the conversation goes
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Protocol
 
-from rstar2.problems.overlap import Contamination, HashTable, Names
+from rstar2.problems.overlap import Contamination, Decontaminated, HashTable, Names
 from rstar2.problems.sft.calls import BadCall, check_call
-from rstar2.problems.sft.converters import Said, Talk
+from rstar2.problems.sft.converters import ParsedConversation, ParsedMessage
 from rstar2.types import Problem
-
-
-class Check(Protocol):
-    """One filter. `name` is its line in the data card."""
-
-    @property
-    def name(self) -> str: ...
-
-    def drop(self, id: str, talk: Talk) -> str | None:
-        """Why this conversation goes, or None."""
-        ...
-
 
 CALLS = "calls parse and fit their signatures"
 
@@ -51,7 +38,7 @@ class ValidCalls:
 
     name: str = CALLS
 
-    def drop(self, id: str, talk: Talk) -> str | None:
+    def drop(self, talk: ParsedConversation) -> str | None:
         try:
             for said in talk.messages:
                 for call in said.calls:
@@ -62,15 +49,15 @@ class ValidCalls:
 
 
 @dataclass(frozen=True, slots=True)
-class WellFormed:
+class OrderedTurns:
     """Turns alternate, every call is answered, something is said, and nothing forges a turn."""
 
     name: str = "turns in order, no control tokens"
 
-    def drop(self, id: str, talk: Talk) -> str | None:
+    def drop(self, talk: ParsedConversation) -> str | None:
         if not any(said.role == "assistant" for said in talk.messages):
             return "there is no assistant message to learn from"
-        before = Said("", "")
+        before = ParsedMessage("", "")
         for number, said in enumerate(talk.messages, start=1):
             if before.role not in _FOLLOWS[said.role]:
                 return f"message {number} is by {said.role} after {before.role or 'nobody'}"
@@ -125,7 +112,7 @@ class NoMathReasoning:
 
     name: str = "no math reasoning"
 
-    def drop(self, id: str, talk: Talk) -> str | None:
+    def drop(self, talk: ParsedConversation) -> str | None:
         asked = ""
         for said in talk.messages:
             if said.role == "user":
@@ -155,43 +142,33 @@ def math_reasoning(asked: str, answered: str) -> str | None:
 # --------------------------------------------------------------------------- against other data
 
 
-@dataclass(slots=True)
-class Decontaminated:
-    """No user message shares an n-gram with an evaluation set."""
+def decontaminated(
+    evaluation_sets: Iterable[Problem], n: int = 8
+) -> Decontaminated[ParsedConversation]:
+    """A filter that drops conversations that share n user words in a row with an evaluation set."""
+    return Decontaminated(Contamination.of(evaluation_sets, n), _user_texts)
 
-    index: Contamination
-    name: str = "decontaminated"
 
-    @classmethod
-    def against(cls, problems: Iterable[Problem], n: int = 8) -> Decontaminated:
-        index = Contamination(n)
-        for problem in problems:
-            index.add(problem.prompt, problem.id)
-        return cls(index)
-
-    def drop(self, id: str, talk: Talk) -> str | None:
-        for said in talk.messages:
-            if said.role == "user" and (found := self.index.overlap(said.text)) is not None:
-                return f"shares {self.index.n} words in a row with {found}"
-        return None
+def _user_texts(talk: ParsedConversation) -> Iterator[str]:
+    return (message.text for message in talk.messages if message.role == "user")
 
 
 @dataclass(slots=True)
-class Unique:
+class UniqueConversations:
     """Equal conversations; the first one stays. Signatures and calls are not compared."""
 
     name: str = "no duplicates"
     _seen: HashTable = field(default_factory=HashTable)
     _ids: Names = field(default_factory=Names)
 
-    def drop(self, id: str, talk: Talk) -> str | None:
+    def drop(self, talk: ParsedConversation) -> str | None:
         row = len(self._ids)
-        self._ids.append(id)
+        self._ids.append(talk.id)
         first = self._seen.first(_digest(talk.messages), row)
         return None if first == row else f"equal to {self._ids[first]}"
 
 
-def _digest(messages: Sequence[Said]) -> int:
+def _digest(messages: Sequence[ParsedMessage]) -> int:
     text = "\x1e".join(
         f"{said.role}\x1f{' '.join(said.text.split())}\x1f{[c.text() for c in said.calls]}"
         for said in messages

@@ -1,8 +1,8 @@
 """Publishers' schemas: how a row of each public data set becomes a conversation.
 
-A converter is a pure function from a row's fields to a `Talk`. It raises `Unusable` where a row
-does not have its publisher's shape or is of a kind that is not wanted, and `BadCall` where a tool
-call does not parse; it never guesses.
+A converter is a pure function from a row's fields to a `ParsedConversation`. It raises
+`UnusableRow` if a row does not have its publisher's shape or is of a kind that is not wanted, and
+`BadCall` if a tool call does not parse. It never guesses.
 
 | name      | published as                                      | what it gives                  |
 |-----------|---------------------------------------------------|--------------------------------|
@@ -30,7 +30,7 @@ from rstar2.agent.prompts import TOOL
 from rstar2.errors import UserError
 from rstar2.problems.sft.calls import (
     BadCall,
-    Call,
+    FunctionCall,
     Signature,
     bracketed_calls,
     call_of,
@@ -43,7 +43,7 @@ from rstar2.problems.sft.calls import (
 from rstar2.types import Conversation, Message
 
 
-class Unusable(ValueError):
+class UnusableRow(ValueError):
     """A row that is no example: `kind` is counted, the message says what was found."""
 
     def __init__(self, kind: str, message: str) -> None:
@@ -52,33 +52,35 @@ class Unusable(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ParsedMessage:
     """One message, with its calls still apart from its text."""
 
     role: str
     text: str
-    calls: tuple[Call, ...] = ()
+    calls: tuple[FunctionCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
+class ParsedConversation:
     """One conversation as a converter read it; `notes` name what was left out of it on purpose."""
 
-    messages: tuple[Said, ...]
+    messages: tuple[ParsedMessage, ...]
     tools: tuple[Signature, ...] = ()
     notes: tuple[str, ...] = ()
+    id: str = ""
+    """Source and row number; `prepare_sft` sets it."""
 
 
-Converter = Callable[[Mapping[str, Any]], Talk]
+Converter = Callable[[Mapping[str, Any]], ParsedConversation]
 
 
-def to_conversation(talk: Talk, *, id: str, source: str) -> Conversation:
+def to_conversation(talk: ParsedConversation, source: str) -> Conversation:
     """Write the calls into the text, as the model is to write them."""
     messages = tuple(
         Message(said.role, "\n".join([*filter(None, [said.text]), *(c.text() for c in said.calls)]))
         for said in talk.messages
     )
-    return Conversation(id, messages, talk.tools, source)
+    return Conversation(talk.id, messages, talk.tools, source)
 
 
 # --------------------------------------------------------------------------- fields
@@ -86,28 +88,28 @@ def to_conversation(talk: Talk, *, id: str, source: str) -> Conversation:
 
 def _text(fields: Mapping[str, Any], name: str, *, empty: bool = False) -> str:
     if name not in fields:
-        raise Unusable(
+        raise UnusableRow(
             "missing field", f"field {name!r} is missing; the row has {sorted(map(str, fields))}"
         )
     value = fields[name]
     if not isinstance(value, str):
-        raise Unusable("wrong type", f"field {name!r} is a {type(value).__name__}, not text")
+        raise UnusableRow("wrong type", f"field {name!r} is a {type(value).__name__}, not text")
     if not value.strip() and not empty:
-        raise Unusable("empty text", f"field {name!r} is empty")
+        raise UnusableRow("empty text", f"field {name!r} is empty")
     return value.strip()
 
 
 def _list(fields: Mapping[str, Any], name: str) -> Sequence[Mapping[str, Any]]:
     value = fields.get(name)
     if not isinstance(value, list) or not value:
-        raise Unusable("wrong type", f"field {name!r} should be a non-empty list")
+        raise UnusableRow("wrong type", f"field {name!r} should be a non-empty list")
     if not all(isinstance(each, Mapping) for each in value):
-        raise Unusable("wrong type", f"field {name!r} should hold objects")
+        raise UnusableRow("wrong type", f"field {name!r} should hold objects")
     return value
 
 
-def _system(text: str) -> tuple[Said, ...]:
-    return (Said("system", text),) if text else ()
+def _system(text: str) -> tuple[ParsedMessage, ...]:
+    return (ParsedMessage("system", text),) if text else ()
 
 
 def _turns(fields: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -115,8 +117,8 @@ def _turns(fields: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(_text(turn, "from"), _text(turn, "value")) for turn in _list(fields, "conversations")]
 
 
-def _unknown_role(role: str) -> Unusable:
-    return Unusable("unknown role", f"role {role!r} is not one of this publisher's")
+def _unknown_role(role: str) -> UnusableRow:
+    return UnusableRow("unknown role", f"role {role!r} is not one of this publisher's")
 
 
 # --------------------------------------------------------------------------- function calls
@@ -124,11 +126,11 @@ def _unknown_role(role: str) -> Unusable:
 _TOOLACE_LIST = "Here is a list of functions in JSON format that you can invoke:"
 
 
-def _toolace(fields: Mapping[str, Any]) -> Talk:
+def _toolace(fields: Mapping[str, Any]) -> ParsedConversation:
     """The functions stand in the system text; what says how to write calls is left out."""
     before, found, after = _text(fields, "system").partition(_TOOLACE_LIST)
     if not found:
-        raise Unusable("no functions", "the system text lists no functions")
+        raise UnusableRow("no functions", "the system text lists no functions")
     try:
         listed, _ = json.JSONDecoder().raw_decode(after.lstrip())
     except ValueError as error:
@@ -140,26 +142,26 @@ def _toolace(fields: Mapping[str, Any]) -> Talk:
     messages = list(_system(before.strip()))
     for role, value in _turns(fields):
         if role == "assistant" and meant_as_bracketed(value):
-            messages.append(Said("assistant", "", bracketed_calls(value, names)))
+            messages.append(ParsedMessage("assistant", "", bracketed_calls(value, names)))
         elif role in ("user", "assistant", "tool"):
-            messages.append(Said(role, value))
+            messages.append(ParsedMessage(role, value))
         else:
             raise _unknown_role(role)
-    return Talk(tuple(messages), tools)
+    return ParsedConversation(tuple(messages), tools)
 
 
-def _apigen(fields: Mapping[str, Any]) -> Talk:
+def _apigen(fields: Mapping[str, Any]) -> ParsedConversation:
     roles = {"human": "user", "gpt": "assistant", "observation": "tool"}
     tools = signatures(_text(fields, "tools"))
     messages = list(_system(_text(fields, "system", empty=True)))
     for role, value in _turns(fields):
         if role == "function_call":
-            messages.append(Said("assistant", "", (json_call(value),)))
+            messages.append(ParsedMessage("assistant", "", (json_call(value),)))
         elif role in roles:
-            messages.append(Said(roles[role], value))
+            messages.append(ParsedMessage(roles[role], value))
         else:
             raise _unknown_role(role)
-    return Talk(tuple(messages), tools)
+    return ParsedConversation(tuple(messages), tools)
 
 
 _GLAIVE_TURN = re.compile(r"(?:\A|\n{2,})(USER|ASSISTANT|FUNCTION RESPONSE):[ \t]*")
@@ -167,23 +169,23 @@ _GLAIVE_ROLES = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": 
 _GLAIVE_END, _GLAIVE_CALL = "<|endoftext|>", "<functioncall>"
 
 
-def _glaive(fields: Mapping[str, Any]) -> Talk:
+def _glaive(fields: Mapping[str, Any]) -> ParsedConversation:
     system = _text(fields, "system").removeprefix("SYSTEM:").strip()
     head, brace, listed = system.partition("{")
     tools = _glaive_tools(brace + listed) if brace else ()
     head = head.strip().removesuffix("-").strip()
     parts = _GLAIVE_TURN.split(_text(fields, "chat"))
     if parts[0].strip():
-        raise Unusable("wrong shape", f"the chat begins with {parts[0][:40]!r}")
+        raise UnusableRow("wrong shape", f"the chat begins with {parts[0][:40]!r}")
     messages = list(_system(head))
     for speaker, value in zip(parts[1::2], parts[2::2], strict=True):
         value = value.strip().removesuffix(_GLAIVE_END).strip()
         said, called, call = value.partition(_GLAIVE_CALL)
         if called and speaker == "ASSISTANT":
-            messages.append(Said("assistant", said.strip(), (quoted_call(call),)))
+            messages.append(ParsedMessage("assistant", said.strip(), (quoted_call(call),)))
         else:
-            messages.append(Said(_GLAIVE_ROLES[speaker], value))
-    return Talk(tuple(messages), tools)
+            messages.append(ParsedMessage(_GLAIVE_ROLES[speaker], value))
+    return ParsedConversation(tuple(messages), tools)
 
 
 def _glaive_tools(text: str) -> tuple[Signature, ...]:
@@ -204,7 +206,7 @@ def _glaive_tools(text: str) -> tuple[Signature, ...]:
 _FENCE = re.compile(r"^```[ \t]*([\w+#-]*)[^\n]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 
 
-def _magicoder(fields: Mapping[str, Any]) -> Talk:
+def _magicoder(fields: Mapping[str, Any]) -> ParsedConversation:
     """A Python solution becomes a call of our tool.
 
     What its author wrote after the code would come after the tool's response, which nobody knows;
@@ -214,13 +216,13 @@ def _magicoder(fields: Mapping[str, Any]) -> Talk:
     problem = _text(fields, "problem" if oss else "instruction")
     solution = _text(fields, "solution" if oss else "response")
     if oss and (language := _text(fields, "lang")) != "python":
-        raise Unusable("not Python", f"lang is {language!r}")
+        raise UnusableRow("not Python", f"lang is {language!r}")
     blocks = list(_FENCE.finditer(solution))
     if len(blocks) != 1:
-        raise Unusable("not one code block", f"the solution has {len(blocks)} code blocks")
+        raise UnusableRow("not one code block", f"the solution has {len(blocks)} code blocks")
     tag, code = blocks[0][1].lower(), blocks[0][2]
     if tag not in (("python", "py", "python3", "") if oss else ("python", "py", "python3")):
-        raise Unusable("not Python", f"the code block is {tag or 'untagged'!r}")
+        raise UnusableRow("not Python", f"the code block is {tag or 'untagged'!r}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # odd escapes are the program's business
@@ -228,10 +230,13 @@ def _magicoder(fields: Mapping[str, Any]) -> Talk:
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise BadCall(f"the code is no Python: {error}") from error
     name = TOOL["function"]["name"]
-    call = Call(name, {"code": code.rstrip("\n"), "input": ""})
+    call = FunctionCall(name, {"code": code.rstrip("\n"), "input": ""})
     after = solution[blocks[0].end() :].strip()
-    return Talk(
-        (Said("user", problem), Said("assistant", solution[: blocks[0].start()].strip(), (call,))),
+    return ParsedConversation(
+        (
+            ParsedMessage("user", problem),
+            ParsedMessage("assistant", solution[: blocks[0].start()].strip(), (call,)),
+        ),
         (TOOL,),
         ("text after the code left out",) if after else (),
     )
@@ -240,9 +245,9 @@ def _magicoder(fields: Mapping[str, Any]) -> Talk:
 # --------------------------------------------------------------------------- chat
 
 
-def _messages(fields: Mapping[str, Any], name: str = "messages") -> tuple[Said, ...]:
+def _messages(fields: Mapping[str, Any], name: str = "messages") -> tuple[ParsedMessage, ...]:
     """OpenAI-style messages."""
-    found: list[Said] = []
+    found: list[ParsedMessage] = []
     for message in _list(fields, name):
         role = _text(message, "role")
         if role not in ("system", "user", "assistant", "tool"):
@@ -252,14 +257,14 @@ def _messages(fields: Mapping[str, Any], name: str = "messages") -> tuple[Said, 
             raise BadCall("tool_calls is no list")
         made = tuple(call_of(c.get("function", c) if isinstance(c, Mapping) else c) for c in calls)
         if made and message.get("content") is None:
-            found.append(Said(role, "", made))
+            found.append(ParsedMessage(role, "", made))
         else:
-            found.append(Said(role, _text(message, "content", empty=bool(made)), made))
+            found.append(ParsedMessage(role, _text(message, "content", empty=bool(made)), made))
     return tuple(found)
 
 
-def _tulu(fields: Mapping[str, Any]) -> Talk:
-    return Talk(_messages(fields))
+def _tulu(fields: Mapping[str, Any]) -> ParsedConversation:
+    return ParsedConversation(_messages(fields))
 
 
 _HEADERS = re.compile(
@@ -268,25 +273,25 @@ _HEADERS = re.compile(
 _SWITCH = re.compile(r"detailed thinking (?:on|off)\.?\s*")
 
 
-def _nemotron(fields: Mapping[str, Any]) -> Talk:
+def _nemotron(fields: Mapping[str, Any]) -> ParsedConversation:
     """Chat without reasoning; the switch "detailed thinking off" is another model's, and goes."""
     if (reasoning := str(fields.get("reasoning", "off"))) != "off":
-        raise Unusable("reasoning trace", f"reasoning is {reasoning!r}")
+        raise UnusableRow("reasoning trace", f"reasoning is {reasoning!r}")
     if (category := str(fields.get("category", "chat"))) != "chat":
-        raise Unusable("not chat", f"category is {category!r}")
+        raise UnusableRow("not chat", f"category is {category!r}")
     if "messages" in fields:
         messages = _messages(fields)
     else:
         messages = _nemotron_input(fields)
         output = _text(fields, "output").removesuffix("<|eot_id|>").strip()
-        messages = (*messages, Said("assistant", output))
+        messages = (*messages, ParsedMessage("assistant", output))
     system = _text(fields, "system_prompt", empty=True) if fields.get("system_prompt") else ""
     if messages[0].role == "system":
         system, messages = messages[0].text, messages[1:]
-    return Talk((*_system(_SWITCH.sub("", system).strip()), *messages))
+    return ParsedConversation((*_system(_SWITCH.sub("", system).strip()), *messages))
 
 
-def _nemotron_input(fields: Mapping[str, Any]) -> tuple[Said, ...]:
+def _nemotron_input(fields: Mapping[str, Any]) -> tuple[ParsedMessage, ...]:
     """v1.1 holds messages, v1 one text in Llama 3's template."""
     if not isinstance(fields.get("input"), str):
         return _messages(fields, "input")
@@ -294,15 +299,15 @@ def _nemotron_input(fields: Mapping[str, Any]) -> tuple[Said, ...]:
     if found and found[-1] == ("assistant", ""):
         found.pop()
     if not found:
-        return (Said("user", _text(fields, "input")),)
-    return tuple(Said(role, text) for role, text in found)
+        return (ParsedMessage("user", _text(fields, "input")),)
+    return tuple(ParsedMessage(role, text) for role, text in found)
 
 
-def _any_messages(fields: Mapping[str, Any]) -> Talk:
+def _any_messages(fields: Mapping[str, Any]) -> ParsedConversation:
     tools = fields.get("tools") or ()
     if isinstance(tools, str):
-        return Talk(_messages(fields), signatures(tools))
-    return Talk(_messages(fields), tuple(signature(each) for each in tools))
+        return ParsedConversation(_messages(fields), signatures(tools))
+    return ParsedConversation(_messages(fields), tuple(signature(each) for each in tools))
 
 
 CONVERTERS: dict[str, Converter] = {

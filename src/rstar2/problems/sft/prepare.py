@@ -11,26 +11,35 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
-from rstar2.errors import DataError
-from rstar2.problems.card import DROPPED, Bin, Card, Dropped, Lengths, StepCount, output_directory
-from rstar2.problems.rows import BadRow, Row, known_rows, shown
+from rstar2.errors import DataError, UserError
+from rstar2.problems.card import (
+    DROPPED,
+    Bin,
+    Card,
+    Dropped,
+    Filter,
+    Lengths,
+    StepCount,
+    output_directory,
+)
+from rstar2.problems.rows import BadRow, DataRow, known_rows, shown
 from rstar2.problems.sft.calls import BadCall
-from rstar2.problems.sft.checks import CALLS, Check, ValidCalls
+from rstar2.problems.sft.checks import CALLS, ValidCalls
 from rstar2.problems.sft.converters import (
     CONVERTERS,
     Converter,
-    Talk,
-    Unusable,
+    ParsedConversation,
+    UnusableRow,
     recognise,
     to_conversation,
 )
-from rstar2.problems.sft.mix import draw, plan
+from rstar2.seeds import derive_seed
 from rstar2.types import Conversation, encode
 
 CONVERSATIONS = "conversations.jsonl"
@@ -91,7 +100,7 @@ class _Store:
 
 def prepare_sft(
     sources: Sequence[SftSource],
-    checks: Sequence[Check],
+    checks: Sequence[Filter[ParsedConversation]],
     out: Path,
     *,
     mixture: Mixture,
@@ -126,12 +135,54 @@ def prepare_sft(
     return card
 
 
+# --------------------------------------------------------------------------- mixture
+#
+# The weights give the shares, the scarcest source limits the size, and no row is drawn twice.
+
+
+def plan_mixture(
+    available: Mapping[str, int], weights: Mapping[str, float] | None, total: int | None
+) -> dict[str, int]:
+    """Rows to draw of each source. Without weights all of them, or `total` in their proportion."""
+    shares = dict(weights) if weights else {name: float(count) for name, count in available.items()}
+    if missing := sorted(available.keys() - shares.keys()):
+        raise UserError(f"--weight: {', '.join(missing)} have none; give every source a weight")
+    if unknown := sorted(shares.keys() - available.keys()):
+        raise UserError(f"--weight: no source is called {', '.join(unknown)}: {sorted(available)}")
+    if weights and (bad := [name for name, share in shares.items() if not share > 0]):
+        raise UserError(f"--weight: {', '.join(bad)}: a weight is a number above 0")
+    if weights and (empty := [name for name, count in available.items() if not count]):
+        raise UserError(f"nothing of {', '.join(empty)} came through the steps: nothing to mix")
+    sizes = [count / shares[name] for name, count in available.items() if shares[name]]
+    scale = min(sizes, default=0.0)
+    if total is not None:
+        scale = min(scale, total / sum(shares.values()))
+    # Slightly more than the product, so that rounding does not lose a row: 1/3 of 3 rows is one.
+    return {name: min(available[name], int(scale * shares[name] + 1e-6)) for name in available}
+
+
+def draw_mixture(
+    available: Mapping[str, int], counts: Mapping[str, int], seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(source, row) of every drawn row, shuffled; equal for equal arguments."""
+    sources, rows = [], []
+    for index, (name, count) in enumerate(counts.items()):
+        rng = np.random.default_rng(derive_seed("mix", name, seed))
+        chosen = rng.permutation(available[name])[:count]
+        rows.append(chosen.astype(np.uint32))
+        sources.append(np.full(count, index, dtype=np.uint16))
+    order = np.random.default_rng(derive_seed("mix", seed)).permutation(sum(counts.values()))
+    if not sources:
+        return np.zeros(0, np.uint16), np.zeros(0, np.uint32)
+    return np.concatenate(sources)[order], np.concatenate(rows)[order]
+
+
 def _write_mixture(
     stores: Mapping[str, _Store], mixture: Mixture, card: Card, path: Path, unit: str
 ) -> None:
     available = {name: len(store) for name, store in stores.items()}
-    counts = plan(available, mixture.weights, mixture.total)
-    drawn_sources, drawn_rows = draw(available, counts, mixture.seed)
+    counts = plan_mixture(available, mixture.weights, mixture.total)
+    drawn_sources, drawn_rows = draw_mixture(available, counts, mixture.seed)
     listed = list(stores.items())
     for name, count in counts.items():
         card.kept_by_source[name] = count
@@ -167,7 +218,7 @@ def summarise(lengths: np.ndarray, trained: np.ndarray, unit: str) -> Lengths:
 class _Conversion:
     """The steps with their counts; one for all sources, as duplicates are sought across them."""
 
-    checks: Sequence[Check]
+    checks: Sequence[Filter[ParsedConversation]]
     card: Card
     bin: Bin
     measure: Measure
@@ -176,11 +227,10 @@ class _Conversion:
 
     def run(self, source: SftSource) -> Iterator[tuple[Conversation, int, int]]:
         """The conversations of a source that pass every check, each with its lengths."""
-        for row, talk in self._talks(source):
-            id = f"{source.name}-{row.number}"
-            if not self._passes(row, id, talk):
+        for row, talk in self._parsed_rows(source):
+            if not self._passes(row, source.name, talk):
                 continue
-            conversation = to_conversation(talk, id=id, source=source.name)
+            conversation = to_conversation(talk, source.name)
             length, trained = self.measure(conversation)
             if self.max_length is not None:
                 count = self.card.steps[-1]
@@ -193,7 +243,7 @@ class _Conversion:
             self.notes.update(f"{source.name}: {note}" for note in talk.notes)
             yield conversation, length, trained
 
-    def _talks(self, source: SftSource) -> Iterator[tuple[Row, Talk]]:
+    def _parsed_rows(self, source: SftSource) -> Iterator[tuple[DataRow, ParsedConversation]]:
         reading, converting, calls = self.card.steps[:3]
         self.card.sources[source.name] = 0
         recognised = known_rows(
@@ -211,7 +261,7 @@ class _Conversion:
             converting.entered += 1
             try:
                 talk = converter(row.fields)
-            except Unusable as error:
+            except UnusableRow as error:
                 converting.count(f"{source.name}: {error.kind}")
                 self._drop(converting, str(error), row)
                 continue
@@ -223,23 +273,23 @@ class _Conversion:
                 self._drop(calls, str(error), row)
                 continue
             converting.left += 1
-            yield row, talk
+            yield row, replace(talk, id=f"{source.name}-{row.number}")
 
-    def _passes(self, row: Row, id: str, talk: Talk) -> bool:
+    def _passes(self, row: DataRow, source: str, talk: ParsedConversation) -> bool:
         for check, count in zip(self.checks, self.card.steps[2:], strict=False):
             count.entered += 1
-            reason = check.drop(id, talk)
+            reason = check.drop(talk)
             if reason is not None:
                 if check.name == CALLS:
-                    count.count(f"{id.rpartition('-')[0]}: does not fit its signature")
+                    count.count(f"{source}: does not fit its signature")
                 self.bin.drop(count, Dropped(check.name, reason, row.where, _asked(talk)))
                 return False
             count.left += 1
         return True
 
-    def _drop(self, count: StepCount, reason: str, row: Row) -> None:
+    def _drop(self, count: StepCount, reason: str, row: DataRow) -> None:
         self.bin.drop(count, Dropped(count.name, reason, row.where, shown(row)))
 
 
-def _asked(talk: Talk) -> str:
+def _asked(talk: ParsedConversation) -> str:
     return next((said.text for said in talk.messages if said.role == "user"), "")
