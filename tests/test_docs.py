@@ -1,0 +1,49 @@
+"""The documentation: every relative link leads somewhere, and every image is shown somewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+IMAGES = {path for path in (ROOT / "docs" / "images").iterdir() if path.is_file()}
+
+
+def links(page: Path) -> Iterator[tuple[Path, str]]:
+    """Targets of the relative links of a page, as file and anchor."""
+    for target in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+        if "://" not in target:
+            name, _, anchor = target.partition("#")
+            yield (page.parent / name).resolve() if name else page, anchor
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that a Markdown viewer derives from the headings of a page."""
+    titles = HEADING.findall(FENCE.sub("", page.read_text(encoding="utf-8")))
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_relative_links_resolve() -> None:
+    broken = [
+        f"{page.relative_to(ROOT)}: {target}#{anchor}"
+        for page in PAGES
+        for target, anchor in links(page)
+        if not target.exists() or (anchor and anchor not in anchors(target))
+    ]
+    assert broken == []
+
+
+def test_every_image_is_linked() -> None:
+    linked = {target for page in PAGES for target, _ in links(page)}
+    assert sorted(path.name for path in IMAGES - linked) == []
+
+
+def test_every_page_is_linked() -> None:
+    linked = {target for page in PAGES for target, _ in links(page)}
+    pages = {page for page in PAGES if page.parent != ROOT}
+    assert sorted(str(page.relative_to(ROOT)) for page in pages - linked) == []
