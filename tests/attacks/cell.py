@@ -1,13 +1,13 @@
-"""A disposable cell around the pool under attack: whatever gets out of the jail stays in here.
+"""A disposable cell around the code environment under attack: an escape from the jail ends here.
 
     python cell.py VARIANT      requests on stdin, answers on stdout, one JSON object per line
 
 The cell has its own PID, mount, network, IPC, UTS and cgroup namespaces (and a user namespace
-unless started by root), an overlay of the root on a tmpfs, so that nothing written is kept, its own
-/proc, /dev and /tmp, and memory and pids control groups where they can be had. Inside it,
+unless started by root), an overlay of the root on a tmpfs, which discards all writes, its own
+/proc, /dev and /tmp, and memory and pids control groups where available. Inside it,
 `cell_server.py` starts the pool and the canaries. The cell ends with its first process.
 
-Variants: root (cgroups can be had), user (ordinary user, no cgroups).
+Variants: root (control groups are available), user (ordinary user, no control groups).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from typing import NoReturn
 from rstar2.codeenv.jail import cgroups, confine, syscalls
 
 HERE = Path(__file__).resolve().parent
-USER = 12_345
+USER = 20_000 + os.getpid() % 30_000
+"""A user per cell: the kernel counts processes per user, also across cells."""
 _FLAGS = (
     confine.NEWNS | confine.NEWPID | confine.NEWNET
     | confine.NEWIPC | confine.NEWUTS | confine.NEWCGROUP
@@ -63,7 +64,7 @@ def main(variant: str) -> int:
 
 
 def enter(variant: str, base: str, group: cgroups.ControlGroup) -> NoReturn:
-    """In between: join the groups, leave the namespaces, become the parent of the cell's init."""
+    """Intermediate process: join the groups, unshare the namespaces, fork the cell's init."""
     try:
         confine.die_with_parent()
         cgroups.join(group, os.getpid())
@@ -81,7 +82,7 @@ def enter(variant: str, base: str, group: cgroups.ControlGroup) -> NoReturn:
             init(variant, Path(base))
         _, status = os.waitpid(pid, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
-    except BaseException as error:  # noqa: BLE001 - the only way to tell the fixture
+    except BaseException as error:  # noqa: BLE001 - reported to the fixture
         print(f"no cell: {error}", file=sys.stderr, flush=True)
         os._exit(3)
 
@@ -98,7 +99,7 @@ def init(variant: str, base: Path) -> NoReturn:
                 os.setresgid(USER, USER, USER)
                 os.setresuid(USER, USER, USER)
             os.execv(sys.executable, [sys.executable, str(HERE / "cell_server.py")])
-    except BaseException as error:  # noqa: BLE001 - the only way to tell the fixture
+    except BaseException as error:  # noqa: BLE001 - reported to the fixture
         print(f"no cell: {error}", file=sys.stderr, flush=True)
         os._exit(3)
     for descriptor in (0, 1):
@@ -110,7 +111,7 @@ def init(variant: str, base: Path) -> NoReturn:
 
 
 def build_root(base: Path, variant: str) -> None:
-    """An overlay of the host's root that forgets, with fresh /proc, /dev and /tmp."""
+    """An overlay of the host's root that discards writes, with a new /proc, /dev and /tmp."""
     private, recursive, bind = 1 << 18, 16384, 4096
     paths = (*confine.readable_paths(), str(HERE.parents[1]))
     needed = sorted(path for path in paths if Path(path).exists())  # parents first
@@ -148,7 +149,7 @@ def build_root(base: Path, variant: str) -> None:
 
 
 def show(path: str, root: Path) -> None:
-    """Bind what the overlay does not show: it is on another file system, or mounted over."""
+    """Bind a path that the overlay hides because it is on another file system or mounted over."""
     target = root / path[1:]
     if not target.exists() and not target.is_symlink():
         target.mkdir(parents=True)
@@ -156,7 +157,7 @@ def show(path: str, root: Path) -> None:
 
 
 def mount_cgroups(root: Path) -> None:
-    """Show the cell its own control groups, so that the pool inside can make more."""
+    """Mount the cell's own control groups, so that the pool inside can create more."""
     version2 = any(
         line.split(" - ")[1].startswith("cgroup2") and "/unified" not in line
         for line in Path("/proc/self/mountinfo").read_text().splitlines()

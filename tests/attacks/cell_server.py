@@ -1,8 +1,8 @@
 """Inside the cell: the pool under attack, the canaries, and a line protocol on stdin and stdout.
 
-Canaries: a secret file that everybody may read, a secret in the environment and memory of this
-process (the service), listeners on loopback and on an abstract Unix socket, a victim process of the
-same user, a directory that everybody may write to.
+Canaries: a world-readable secret file, a secret in the environment and memory of this process (the
+service), listeners on loopback and on an abstract Unix socket, a victim process of the same user,
+and a world-writable directory.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,15 @@ from rstar2.errors import UserError  # noqa: E402
 from rstar2.types import Limits, encode  # noqa: E402
 
 INSTALLED = {Path(path).parts[2] for path in confine.readable_paths() if path.startswith("/tmp/")}
-"""Ways to an interpreter or a checkout below /tmp, shown in the cell's own."""
+"""Entries of /tmp that lead to an interpreter or a checkout below it."""
+
+
+PATIENCE_S = 90.0
+"""How long a wait for an event may take on a busy machine."""
 
 
 class Canaries:
-    """What attacks reach for, and whether they got there."""
+    """The targets of the attacks; they notice whether an attack succeeded."""
 
     def __init__(self) -> None:
         self.contacts: list[str] = []
@@ -60,7 +65,7 @@ class Canaries:
         if kind == socket.SOCK_STREAM:
             sock.listen(8)
         threading.Thread(target=self._serve, args=(sock, kind, str(address)), daemon=True).start()
-        return sock.getsockname()[1] if family == socket.AF_INET else 0
+        return int(sock.getsockname()[1]) if family == socket.AF_INET else 0
 
     def _serve(self, sock: socket.socket, kind: int, label: str) -> None:
         while True:
@@ -84,25 +89,27 @@ class Canaries:
         }
 
     def damage(self) -> list[str]:
-        """Everything that is not as it was; empty if nothing got through."""
-        found = [f"contact on {label}" for label in self.contacts]
+        """Everything that an attack changed or reached; empty if all attacks failed."""
+        damage = [f"contact on {label}" for label in self.contacts]
         if self.victim.poll() is not None:
-            found.append(f"victim ended: {self.victim.returncode}")
+            damage.append(f"victim ended: {self.victim.returncode}")
         if (
             self.secret_file.read_text() != SECRET
             or self.secret_file.stat().st_mode & 0o777 != 0o644
         ):
-            found.append("secret file changed")
-        found += [f"planted {p}" for p in self.open_directory.iterdir()]
-        return found
+            damage.append("secret file changed")
+        damage += [f"planted {p}" for p in self.open_directory.iterdir()]
+        return damage
 
 
 def _address(text: str) -> int:
-    """Where the characters of an ASCII string lie in this process."""
+    """The address of the characters of an ASCII string in this process."""
     return id(text) + sys.getsizeof(text) - len(text) - 1
 
 
 class Server:
+    """Executes the orders of the attacker, one at a time."""
+
     def __init__(self, pool: Pool, canaries: Canaries) -> None:
         self.pool = pool
         self.canaries = canaries
@@ -121,6 +128,17 @@ class Server:
     async def do_runs(self, orders: list[dict[str, Any]]) -> Any:
         return await asyncio.gather(*(self.do_run(**order) for order in orders))
 
+    async def do_runs_beside(self, endless: dict[str, Any], orders: list[dict[str, Any]]) -> Any:
+        """Run `orders` while `endless` occupies a slot, then cancel it."""
+        occupied = asyncio.create_task(self.do_run(**endless))
+        while self.pool.stats().busy == 0:  # noqa: ASYNC110 (the pool offers no event)
+            await asyncio.sleep(0.01)
+        results = await self.do_runs(orders)
+        still_runs = not occupied.done()
+        occupied.cancel()
+        await asyncio.gather(occupied, return_exceptions=True)
+        return {"results": results, "endless_still_runs": still_runs}
+
     async def do_open(self) -> Any:
         return (await self.pool.open_session(None, None)).id
 
@@ -129,7 +147,7 @@ class Server:
             await self.pool.close_session(session)
 
     async def do_unjailed(self, code: str) -> Any:
-        """Run a program in the cell but outside the jail: shows that an attack has teeth."""
+        """Run a program in the cell but outside the jail: shows that an attack can succeed."""
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", code,
             stdin=asyncio.subprocess.DEVNULL,
@@ -137,28 +155,29 @@ class Server:
             stderr=asyncio.subprocess.STDOUT,
             cwd="/srv/cell/everybody",
         )  # fmt: skip
-        out, _ = await asyncio.wait_for(process.communicate(), 20)
+        out, _ = await asyncio.wait_for(process.communicate(), 120)
         return out.decode("utf-8", "replace")
 
-    async def do_forgive(self) -> Any:
-        """Contacts of the attacks that were meant to get through."""
-        await asyncio.sleep(0.05)
+    async def do_forgive(self, contacts: int) -> Any:
+        """Wait for the contacts of an attack that is expected to succeed, and forget them."""
+        async with asyncio.timeout(PATIENCE_S):
+            while len(self.canaries.contacts) < contacts:  # noqa: ASYNC110 (threads, no event)
+                await asyncio.sleep(0.01)
         self.canaries.contacts.clear()
 
     async def do_damage(self) -> Any:
-        for _ in range(100):
-            left = self.leftovers()
-            if not left:
-                break
+        """Damage and leftovers. Cleaning up after an attack takes time: wait until it is done."""
+        deadline = time.monotonic() + PATIENCE_S
+        while (left := self.leftovers()) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.03)
         return self.canaries.damage() + left
 
     def leftovers(self) -> list[str]:
-        """Processes that are not ours, and files in /tmp that nobody should have made."""
+        """Processes that are not ours, and files in /tmp that should not exist."""
         ours = {1, os.getpid(), self.canaries.victim.pid}
         ours |= {z.pid for z in self.pool.stock.zygotes.values()}
         ours |= {link.pid for link in self.pool.stock.links}
-        found = []
+        left = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) not in ours:
                 with contextlib.suppress(OSError):
@@ -167,14 +186,14 @@ class Server:
                     session_heads = any(link.spec.session for link in self.pool.stock.links)
                     starting = "zygote" in command and status.split()[3] == str(os.getpid())
                     if not session_heads and not starting:
-                        found.append(f"process left: {status.split()[:4]} {command[-60:]}")
+                        left.append(f"process left: {status.split()[:4]} {command[-60:]}")
         expected = {Path(self.pool.stock.directory).name} | INSTALLED
-        found += [f"file left: {p}" for p in Path("/tmp").iterdir() if p.name not in expected]
+        left += [f"file left: {p}" for p in Path("/tmp").iterdir() if p.name not in expected]
         allowed = {link.name for link in self.pool.stock.links} | {"canary"}
         with contextlib.suppress(OSError):
             inside = {p.name for p in Path(self.pool.stock.directory).iterdir()}
-            found += [f"scratch left: {name}" for name in inside - allowed]
-        return found
+            left += [f"scratch left: {name}" for name in inside - allowed]
+        return left
 
 
 async def main(level: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.attacks.attacker import Cell
+
 VARIANTS = ("strict", "portable")
 
 CALL = (
@@ -76,11 +78,11 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_system_call_is_refused(cell, name):
+def test_system_call_is_refused(cell: Cell, name: str) -> None:
     cell.gets_nothing(CALL.format(*CALLS[name]))
 
 
-def test_foreign_abi_kills_the_caller(cell):
+def test_foreign_abi_kills_the_caller(cell: Cell) -> None:
     result = cell.gets_nothing(
         "import ctypes, platform, sys\n"
         "if platform.machine() != 'x86_64':\n    import os; os.kill(os.getpid(), 31)\n"
@@ -90,7 +92,7 @@ def test_foreign_abi_kills_the_caller(cell):
     assert result["outcome"] in ("killed", "ok")
 
 
-def test_terminal_cannot_be_typed_into(cell):
+def test_terminal_cannot_be_typed_into(cell: Cell) -> None:
     cell.gets_nothing(
         "import fcntl\nfor fd in range(3):\n"
         "    try:\n        fcntl.ioctl(fd, 0x5412, b'x')\n        print('PWNED')\n"
@@ -98,7 +100,7 @@ def test_terminal_cannot_be_typed_into(cell):
     )
 
 
-def test_setuid_programs_gain_nothing(cell):
+def test_setuid_programs_gain_nothing(cell: Cell) -> None:
     result = cell.run(
         "import subprocess\n"
         "print(subprocess.run(['su', '-c', 'id'], capture_output=True, text=True))"
@@ -106,7 +108,7 @@ def test_setuid_programs_gain_nothing(cell):
     assert "uid=0" not in result["stdout"]
 
 
-def test_no_capability_is_left(cell):
+def test_no_capability_is_left(cell: Cell) -> None:
     result = cell.run(
         "import ctypes, struct\nlibc = ctypes.CDLL(None)\n"
         "header = ctypes.create_string_buffer(struct.pack('Ii', 0x20080522, 0), 8)\n"
@@ -116,6 +118,6 @@ def test_no_capability_is_left(cell):
     assert result["stdout"] == "True\n"
 
 
-def test_program_does_not_run_as_root_in_strict(cell):
+def test_program_does_not_run_as_root_in_strict(cell: Cell) -> None:
     uid = int(cell.run("import os\nprint(os.getuid())")["stdout"])
     assert uid != 0 or cell.level == "portable"

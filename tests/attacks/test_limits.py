@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from tests.attacks.attacker import LONG, Cell
 
-def test_endless_loop_ends_at_the_deadline(cell):
+
+def test_endless_loop_ends_at_the_deadline(cell: Cell) -> None:
     result = cell.run("while True:\n    pass", wall_s=0.4)
     assert result["outcome"] == "timeout"
     assert "0.4 s" in result["message"]
 
 
-def test_loop_that_ignores_every_signal_ends(cell):
+def test_loop_that_ignores_every_signal_ends(cell: Cell) -> None:
     result = cell.run(
         "import signal\n"
         "for s in range(1, 65):\n    try:\n        signal.signal(s, signal.SIG_IGN)\n"
@@ -23,30 +25,30 @@ def test_loop_that_ignores_every_signal_ends(cell):
     assert result["outcome"] == "timeout"
 
 
-def test_loop_in_c_ends(cell):
+def test_loop_in_c_ends(cell: Cell) -> None:
     result = cell.run("sum(range(10**12))", wall_s=0.4)
     assert result["outcome"] == "timeout"
 
 
-def test_regular_expression_that_never_ends_ends(cell):
+def test_regular_expression_that_never_ends_ends(cell: Cell) -> None:
     result = cell.run("import re\nre.match('(a+)+$', 'a' * 60 + 'b')", wall_s=0.4)
     assert result["outcome"] == "timeout"
 
 
-def test_huge_power_ends(cell):
+def test_huge_power_ends(cell: Cell) -> None:
     result = cell.run("x = 7 ** 7 ** 11", wall_s=0.4)
     assert result["outcome"] in ("timeout", "memory")
 
 
-def test_sleep_ends_at_the_deadline(cell):
+def test_sleep_ends_at_the_deadline(cell: Cell) -> None:
     assert cell.run("import time\ntime.sleep(60)", wall_s=0.4)["outcome"] == "timeout"
 
 
-def test_waiting_for_input_that_never_comes_ends(cell):
+def test_waiting_for_input_that_never_comes_ends(cell: Cell) -> None:
     assert cell.run("input()")["outcome"] == "exception"
 
 
-def test_exceptions_cannot_hold_off_the_deadline(cell):
+def test_exceptions_cannot_hold_off_the_deadline(cell: Cell) -> None:
     result = cell.run(
         "while True:\n    try:\n        while True: pass\n    except BaseException:\n        pass",
         wall_s=0.4,
@@ -54,7 +56,7 @@ def test_exceptions_cannot_hold_off_the_deadline(cell):
     assert result["outcome"] == "timeout"
 
 
-def test_alarm_games_change_nothing(cell):
+def test_alarm_games_change_nothing(cell: Cell) -> None:
     result = cell.run(
         "import signal, time\nsignal.signal(signal.SIGALRM, lambda *a: None)\n"
         "signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)\n"
@@ -64,12 +66,12 @@ def test_alarm_games_change_nothing(cell):
     assert result["outcome"] == "timeout"
 
 
-def test_atexit_cannot_prolong_a_call(cell):
+def test_atexit_cannot_prolong_a_call(cell: Cell) -> None:
     result = cell.run("import atexit\n@atexit.register\ndef f():\n    while True: pass", wall_s=0.4)
     assert result["outcome"] == "timeout"
 
 
-def test_thread_cannot_prolong_a_call(cell):
+def test_thread_cannot_prolong_a_call(cell: Cell) -> None:
     result = cell.run(
         "import threading\ndef f():\n    while True: pass\nthreading.Thread(target=f).start()",
         wall_s=0.4,
@@ -77,24 +79,23 @@ def test_thread_cannot_prolong_a_call(cell):
     assert result["outcome"] == "timeout"
 
 
-def test_cpu_time_is_limited_apart_from_wall_time(cell):
-    result = cell.run("while True:\n    pass", wall_s=20.0, cpu_s=0.3)
+def test_cpu_time_is_limited_apart_from_wall_time(cell: Cell) -> None:
+    result = cell.run("while True:\n    pass", cpu_s=0.3)
     assert result["outcome"] == "timeout"
     assert "CPU" in result["message"]
 
 
-def test_cpu_time_of_threads_is_added_up(cell):
+def test_cpu_time_of_threads_is_added_up(cell: Cell) -> None:
     result = cell.run(
         "import threading, hashlib\nblock = bytes(1 << 20)\n"
         "def f():\n    while True: hashlib.sha256(block)\n"
         "[threading.Thread(target=f).start() for _ in range(4)]",
-        wall_s=20.0,
         cpu_s=0.4,
     )
     assert result["outcome"] == "timeout"
 
 
-def test_limits_cannot_be_raised_again(cell):
+def test_limits_cannot_be_raised_again(cell: Cell) -> None:
     cell.gets_nothing(
         "import resource\n"
         "for name in ('AS', 'CPU', 'FSIZE', 'NPROC', 'NOFILE', 'CORE'):\n"
@@ -105,13 +106,13 @@ def test_limits_cannot_be_raised_again(cell):
     )
 
 
-def test_endless_loop_does_not_delay_its_neighbours(cell):
-    loop = {"code": "while True: pass", "limits": {"wall_s": 2.0}}
-    quick = [{"code": f"print({i})", "limits": {"wall_s": 4.0}} for i in range(8)]
-    first, *others = cell.ask("runs", orders=[loop, *quick])
-    assert first["outcome"] == "timeout"
-    assert [r["stdout"] for r in others] == [f"{i}\n" for i in range(8)]
-    assert all(r["queue_s"] < 2.0 for r in others)
+def test_endless_loop_does_not_delay_its_neighbours(cell: Cell) -> None:
+    """The quick calls all end while the loop still runs."""
+    loop = {"code": "while True: pass", "limits": LONG}
+    quick = [{"code": f"print({i})", "limits": LONG} for i in range(8)]
+    answer = cell.ask("runs_beside", endless=loop, orders=quick)
+    assert [r["stdout"] for r in answer["results"]] == [f"{i}\n" for i in range(8)]
+    assert answer["endless_still_runs"]
 
 
 @pytest.mark.parametrize(
@@ -125,31 +126,29 @@ def test_endless_loop_does_not_delay_its_neighbours(cell):
     ],
     ids=["bytearray", "list", "numpy", "string", "mmap"],
 )
-def test_memory_beyond_the_limit_is_refused(cell, code):
+def test_memory_beyond_the_limit_is_refused(cell: Cell, code: str) -> None:
     result = cell.run(code, memory_mb=256)
     assert result["outcome"] in ("memory", "exception")
     assert "emory" in result["message"] + result["traceback"]
 
 
-def test_memory_of_children_counts_together(cell):
+def test_memory_of_children_counts_together(cell: Cell) -> None:
     result = cell.run(
         "import os, time\n"
         "def hog():\n"
         "    block = bytearray(100 << 20)\n"
         "    block[::4096] = b'x' * len(block[::4096])\n"
-        "    time.sleep(20)\n"
+        "    time.sleep(1000)\n"
         "try:\n"
         "    for _ in range(12):\n        if os.fork() == 0:\n            hog()\n"
         "except OSError as error:\n    print('no fork', flush=True)\n    os._exit(0)\n"
         "os.wait()\nprint('one was killed')\n",
         memory_mb=200,
-        wall_s=15.0,
     )
-    assert result["outcome"] in ("ok", "memory", "killed")
-    assert result["wall_s"] < 14
+    assert result["outcome"] in ("ok", "memory", "killed")  # and not a timeout: one was killed
 
 
-def test_hidden_memory_in_files_without_names_is_refused(cell):
+def test_hidden_memory_in_files_without_names_is_refused(cell: Cell) -> None:
     cell.gets_nothing(
         "import os\nfds = []\n"
         "for i in range(50):\n    fd = os.memfd_create('x')\n    os.write(fd, bytes(10 << 20))\n"
@@ -158,7 +157,7 @@ def test_hidden_memory_in_files_without_names_is_refused(cell):
     )
 
 
-def test_shared_memory_segments_are_refused(cell):
+def test_shared_memory_segments_are_refused(cell: Cell) -> None:
     cell.gets_nothing(
         "import ctypes\nlibc = ctypes.CDLL(None)\n"
         "if libc.shmget(0, 1 << 28, 0o1600) >= 0 or libc.msgget(0, 0o1600) >= 0"
@@ -166,5 +165,5 @@ def test_shared_memory_segments_are_refused(cell):
     )
 
 
-def test_memory_cannot_be_locked(cell):
+def test_memory_cannot_be_locked(cell: Cell) -> None:
     cell.gets_nothing("import ctypes\nif ctypes.CDLL(None).mlockall(3) == 0:\n    print('PWNED')")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from tests.attacks.attacker import Cell
 
-def test_endless_output_is_stopped_with_both_ends_kept(cell):
+
+def test_endless_output_is_stopped_with_both_ends_kept(cell: Cell) -> None:
     result = cell.run("i = 0\nwhile True:\n    print(i)\n    i += 1", output_chars=1000)
     assert result["outcome"] == "output_limit"
     assert result["stdout"].startswith("0\n1\n")
@@ -12,17 +14,17 @@ def test_endless_output_is_stopped_with_both_ends_kept(cell):
     assert len(result["stdout"]) < 1100
 
 
-def test_endless_output_without_newlines_is_stopped(cell):
+def test_endless_output_without_newlines_is_stopped(cell: Cell) -> None:
     result = cell.run("import os\nwhile True:\n    os.write(1, b'x' * 65536)")
     assert result["outcome"] == "output_limit"
 
 
-def test_endless_error_output_is_stopped(cell):
+def test_endless_error_output_is_stopped(cell: Cell) -> None:
     result = cell.run("import sys\nwhile True:\n    sys.stderr.write('x' * 10000)")
     assert result["outcome"] == "output_limit"
 
 
-def test_one_huge_line_is_cut_in_the_middle(cell):
+def test_one_huge_line_is_cut_in_the_middle(cell: Cell) -> None:
     result = cell.run("print('a' * 40000 + 'end')", output_chars=500)
     assert result["outcome"] == "ok"
     assert result["stdout"].startswith("aaa")
@@ -30,36 +32,36 @@ def test_one_huge_line_is_cut_in_the_middle(cell):
     assert result["truncated"]["stdout"] == 40004 - 500
 
 
-def test_output_that_is_not_utf8_is_shown_with_replacements(cell):
+def test_output_that_is_not_utf8_is_shown_with_replacements(cell: Cell) -> None:
     result = cell.run("import os\nos.write(1, bytes([0xff, 0xfe, 65, 0xc3]))")
     assert result["outcome"] == "ok"
     assert "A" in result["stdout"]
     assert "�" in result["stdout"]
 
 
-def test_nul_bytes_arrive_unharmed(cell):
+def test_nul_bytes_arrive_unharmed(cell: Cell) -> None:
     result = cell.run("print('a\\0b')")
     assert result["stdout"] == "a\0b\n"
 
 
-def test_terminal_sequences_arrive_as_data(cell):
+def test_terminal_sequences_arrive_as_data(cell: Cell) -> None:
     result = cell.run("print('\\x1b[2J\\x1b]0;title\\x07x')")
     assert result["stdout"] == "\x1b[2J\x1b]0;title\x07x\n"
 
 
-def test_lone_surrogates_do_not_break_the_answer(cell):
+def test_lone_surrogates_do_not_break_the_answer(cell: Cell) -> None:
     assert cell.run("print('\\ud800x')")["outcome"] == "ok"
     assert cell.run("'\\ud800x'")["outcome"] == "ok"
 
 
-def test_value_too_long_is_cut(cell):
+def test_value_too_long_is_cut(cell: Cell) -> None:
     result = cell.run("'y' * 3_000_000", output_chars=1000)
     assert result["outcome"] == "ok"
     assert result["truncated"]["value"] > 2_900_000
     assert len(result["value"]) < 1100
 
 
-def test_traceback_too_long_is_cut(cell):
+def test_traceback_too_long_is_cut(cell: Cell) -> None:
     result = cell.run("raise ValueError('z' * 3_000_000)", output_chars=1000)
     assert result["outcome"] == "exception"
     assert result["truncated"]["traceback"] > 2_900_000
@@ -67,7 +69,7 @@ def test_traceback_too_long_is_cut(cell):
     assert len(result["message"]) < 3000
 
 
-def test_nonblocking_output_does_not_hang_the_worker(cell):
+def test_nonblocking_output_does_not_hang_the_worker(cell: Cell) -> None:
     result = cell.run(
         "import os\nos.set_blocking(1, False)\nn = 0\n"
         "try:\n    while n < 10**6:\n        n += os.write(1, b'x' * 10000)\n"
@@ -76,11 +78,9 @@ def test_nonblocking_output_does_not_hang_the_worker(cell):
     assert result["outcome"] in ("ok", "exception", "output_limit")
 
 
-def test_pipe_hidden_in_a_socket_does_not_delay_the_answer(cell):
+def test_pipe_hidden_in_a_socket_does_not_delay_the_answer(cell: Cell) -> None:
     result = cell.run(
         "import socket\na, b = socket.socketpair()\n"
-        "socket.send_fds(a, [b'x'], [1, 2, 3, a.fileno(), b.fileno()])\nprint('sent')",
-        wall_s=10.0,
+        "socket.send_fds(a, [b'x'], [1, 2, 3, a.fileno(), b.fileno()])\nprint('sent')"
     )
-    assert result["stdout"] == "sent\n"
-    assert result["wall_s"] < 5
+    assert (result["outcome"], result["stdout"]) == ("ok", "sent\n")  # and not a timeout

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from tests.attacks.attacker import Cell
 
-def test_environment_of_the_service_is_not_inherited(cell):
+
+def test_environment_of_the_service_is_not_inherited(cell: Cell) -> None:
     cell.gets_nothing("import os\nprint(dict(os.environ), os.environb)")
 
 
-def test_environment_of_the_service_cannot_be_read_from_its_memory_image(cell):
+def test_environment_of_the_service_cannot_be_read_from_its_memory_image(cell: Cell) -> None:
     cell.gets_nothing(
         "import ctypes, re\n"
         "environ = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), 'environ')\n"
@@ -15,14 +17,14 @@ def test_environment_of_the_service_cannot_be_read_from_its_memory_image(cell):
     )
 
 
-def test_proc_mem_of_the_service_cannot_be_opened(cell):
+def test_proc_mem_of_the_service_cannot_be_opened(cell: Cell) -> None:
     cell.gets_nothing(
         "with open('/proc/<server>/mem', 'rb') as f:\n"
         "    f.seek(<secret_address>)\n    print('PWNED', f.read(64))"
     )
 
 
-def test_process_vm_readv_is_refused(cell):
+def test_process_vm_readv_is_refused(cell: Cell) -> None:
     cell.gets_nothing(
         "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
         "class V(ctypes.Structure):\n"
@@ -36,7 +38,7 @@ def test_process_vm_readv_is_refused(cell):
     )
 
 
-def test_ptrace_is_refused(cell):
+def test_ptrace_is_refused(cell: Cell) -> None:
     cell.gets_nothing(
         "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
         "for pid in (1, os.getppid(), <victim>, <server>):\n"
@@ -45,7 +47,7 @@ def test_ptrace_is_refused(cell):
     )
 
 
-def test_data_of_an_earlier_call_is_not_in_the_memory_of_the_next(cell):
+def test_data_of_an_earlier_call_is_not_in_the_memory_of_the_next(cell: Cell) -> None:
     marker = "previous-secret-answer-8675309"
     for _ in range(3):
         cell.run(f"print(input(), '{marker}')", stdin=marker)
@@ -65,7 +67,7 @@ def test_data_of_an_earlier_call_is_not_in_the_memory_of_the_next(cell):
     assert result["stdout"] == "0\n"
 
 
-def test_sockets_of_the_service_are_not_inherited(cell):
+def test_sockets_of_the_service_are_not_inherited(cell: Cell) -> None:
     result = cell.run(
         "import os, stat\n"
         "for fd in range(256):\n"
@@ -75,7 +77,7 @@ def test_sockets_of_the_service_are_not_inherited(cell):
     assert result["stdout"].split("\n")[:-1] == ["0 ok", "1 ok", "2 ok", "3 ok"]
 
 
-def test_worker_cannot_be_killed_by_its_call(cell):
+def test_worker_cannot_be_killed_by_its_call(cell: Cell) -> None:
     before = cell.run("import os\nprint(os.getppid())")["stdout"]
     cell.gets_nothing(
         "import os, signal\n"
@@ -86,7 +88,7 @@ def test_worker_cannot_be_killed_by_its_call(cell):
     assert before
 
 
-def test_random_numbers_differ_between_calls(cell):
+def test_random_numbers_differ_between_calls(cell: Cell) -> None:
     code = "import random, numpy\nprint(random.random(), numpy.random.rand())"
     seen = {cell.run(code)["stdout"] for _ in range(4)}
     numbers = [part for line in seen for part in line.split()]

@@ -24,12 +24,12 @@ FUNCTIONS: dict[str, str] = {"math": "rstar2.reward.graders:math_equal"}
 def resolve(target: str) -> Callable[..., Any]:
     """Import "module:function"."""
     module, _, name = target.partition(":")
-    found: Any = importlib.import_module(module)
+    function: object = importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
-    if not callable(found):
+        function = getattr(function, part)
+    if not callable(function):
         raise TypeError(f"{target} is not callable")
-    return found
+    return function
 
 
 def preload(functions: Mapping[str, str]) -> dict[str, str]:
