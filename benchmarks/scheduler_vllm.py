@@ -51,9 +51,9 @@ from rstar2.config import (
 from rstar2.engine.vllm_server import ServerSettings
 from rstar2.errors import EngineError
 from rstar2.rollout.fleet import Fleet
-from rstar2.rollout.lengths import LengthModel
+from rstar2.rollout.forecast import LengthModel
 from rstar2.rollout.scheduler import Scheduler
-from rstar2.rollout.simulate.model import EngineModel, Fit, StepRow, fit
+from rstar2.rollout.simulate.model import EngineFit, EngineModel, MeasuredStep, fit_engine
 from rstar2.rollout.simulate.simulation import Simulation
 from rstar2.rollout.simulate.workload import RolloutPlan, TurnPlan, Workload
 from rstar2.types import Sampling, StopReason, Trajectory
@@ -231,7 +231,7 @@ def predict(
 # --------------------------------------------------------------------------- calibration
 
 
-async def steps_of(engine: ForcedEngine, setting: Setting, quick: bool) -> list[StepRow]:
+async def steps_of(engine: ForcedEngine, setting: Setting, quick: bool) -> list[MeasuredStep]:
     """Measured steps: decoding at several batches and contexts, prompts of several lengths."""
     salt = 0
 
@@ -257,7 +257,7 @@ async def steps_of(engine: ForcedEngine, setting: Setting, quick: bool) -> list[
         return time.perf_counter() - started
 
     await batch(4, 64, 16)  # warm
-    rows: list[StepRow] = []
+    rows: list[MeasuredStep] = []
     room = setting.kv_tokens
     for count in (1, 4, 8, 16, 32):
         for prompt in (32, 160):
@@ -267,15 +267,15 @@ async def steps_of(engine: ForcedEngine, setting: Setting, quick: bool) -> list[
             first = await batch(count, prompt, short)
             second = await batch(count, prompt, long)
             context = round(count * (prompt + (short + long) / 2))
-            rows.append(StepRow(count, context, max(1e-5, (second - first) / (long - short))))
+            rows.append(MeasuredStep(count, context, max(1e-5, (second - first) / (long - short))))
     for count, prompt in ((1, 64), (1, 384), (4, 128), (4, 384)):
         seconds = await batch(count, prompt, 1)
         pairs = count * prompt * (prompt - 1) // 2
-        rows.append(StepRow(0, 0, seconds, prefill=count * prompt, pairs=pairs))
+        rows.append(MeasuredStep(0, 0, seconds, prefill=count * prompt, pairs=pairs))
     return rows
 
 
-async def calibrate(engines: Sequence[ForcedEngine], setting: Setting, quick: bool) -> Fit:
+async def calibrate(engines: Sequence[ForcedEngine], setting: Setting, quick: bool) -> EngineFit:
     """One model for both engines, from steps of both while both work."""
     found = await asyncio.gather(*(steps_of(engine, setting, quick) for engine in engines))
     model = EngineModel(
@@ -285,7 +285,7 @@ async def calibrate(engines: Sequence[ForcedEngine], setting: Setting, quick: bo
         max_sequences=setting.max_sequences,
         batch_tokens=2048,
     )
-    return fit(model, [row for rows in found for row in rows])
+    return fit_engine(model, [row for rows in found for row in rows])
 
 
 # --------------------------------------------------------------------------- all of them
@@ -293,7 +293,7 @@ async def calibrate(engines: Sequence[ForcedEngine], setting: Setting, quick: bo
 
 async def compare(
     model: Path, setting: Setting, policies: Sequence[str], args: Namespace
-) -> tuple[list[Measured], Fit]:
+) -> tuple[list[Measured], EngineFit]:
     """Start two engines, calibrate, and let the policies take turns."""
     from transformers import AutoTokenizer
 

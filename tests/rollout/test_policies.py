@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from rstar2.config import SchedulerConfig
-from rstar2.rollout.scheduler import Request, Scheduler
+from rstar2.rollout.scheduler import Scheduler, TurnRequest
 from rstar2.types import EngineCapacity, EngineLoad
 
 POLICIES = get_args(SchedulerConfig.model_fields["policy"].annotation)
@@ -21,7 +21,7 @@ def scheduler(policy: str, *kvs: int) -> Scheduler:
 
 
 def ask(made: Scheduler, session: str, prompt: int = 10, limit: int = 100) -> None:
-    made.submit(Request(session, session.partition("/")[0], prompt, limit - prompt))
+    made.submit(TurnRequest(session, session.partition("/")[0], prompt, limit - prompt))
 
 
 def placed(made: Scheduler) -> dict[str, str]:
@@ -92,13 +92,13 @@ def test_aimd_starts_with_the_worst_case_and_follows_kv_use() -> None:
         made.turn_ended(f"g/{index}", 20)
         ask(made, f"g/{index}", prompt=25)
     assert len(placed(made)) == 10
-    made.reported("e0", load(500))
+    made.load_reported("e0", load(500))
     assert len(placed(made)) == 3, "12.5: a quarter more"
-    made.reported("e0", load(850))
+    made.load_reported("e0", load(850))
     made.end("g/0")
     assert placed(made) == {}, "nothing new above 80%"
-    made.reported("e0", load(950))  # cut to 0.8 x 12
-    made.reported("e0", load(500))
+    made.load_reported("e0", load(950))  # cut to 0.8 x 12
+    made.load_reported("e0", load(500))
     for index in range(1, 4):
         made.end(f"g/{index}")
     assert len(placed(made)) == 1, "9.6: nine others are there"
@@ -109,7 +109,7 @@ def test_aimd_cuts_on_preemptions() -> None:
     for index in range(20):
         ask(made, f"g/{index}")
     assert len(placed(made)) == 10
-    made.reported("e0", load(700, preemptions=2))
+    made.load_reported("e0", load(700, preemptions=2))
     made.end("g/0")
     made.end("g/1")
     assert placed(made) == {}, "eight are there, and eight is the cap"
@@ -135,9 +135,9 @@ def test_every_policy_takes_up_the_turns_of_a_lost_engine(policy: str) -> None:
 def test_no_policy_uses_stale_or_leaving_engines(policy: str) -> None:
     made = scheduler(policy, 1000, 1000, 1000)
     made.require(1)
-    made.updated("e1", 1)
-    made.updated("e2", 1)
-    made.leave("e2")
+    made.weights_updated("e1", 1)
+    made.weights_updated("e2", 1)
+    made.drain("e2")
     for index in range(6):
         ask(made, f"g{index}/0")
     assert set(placed(made).values()) == {"e1"}

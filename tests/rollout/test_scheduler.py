@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from rstar2.config import SchedulerConfig
 from rstar2.errors import EngineError, InvariantError
-from rstar2.rollout.kv_budget import KvBudget
-from rstar2.rollout.lengths import LengthModel
-from rstar2.rollout.scheduler import Phase, Request, Scheduler
+from rstar2.rollout.forecast import LengthModel
+from rstar2.rollout.scheduler import Phase, Scheduler, TurnRequest
+from rstar2.rollout.state import KvBudget
 from rstar2.types import EngineCapacity, EngineLoad
 
 
@@ -29,7 +29,7 @@ def scheduler(*kvs: int, policy: str = "worst_case", **kwargs: int) -> Scheduler
 
 
 def ask(made: Scheduler, session: str, prompt: int = 10, limit: int = 100) -> None:
-    made.submit(Request(session, session.partition("/")[0], prompt, limit - prompt))
+    made.submit(TurnRequest(session, session.partition("/")[0], prompt, limit - prompt))
 
 
 def placed(made: Scheduler) -> dict[str, str]:
@@ -61,7 +61,7 @@ def test_budget_is_revised_as_a_whole() -> None:
     assert (budget.held("a"), budget.held("b"), budget.reserved) == (10, 90, 100)
     with pytest.raises(InvariantError, match="revised"):
         budget.revise({"a": 20, "b": 90})
-    with pytest.raises(InvariantError, match="exactly those"):
+    with pytest.raises(InvariantError, match="exactly the sessions"):
         budget.revise({"a": 20})
 
 
@@ -155,7 +155,7 @@ def test_next_turn_of_an_overfull_engine_moves_to_one_with_room() -> None:
     assert placed(made) == {"g/0": "e0", "g/1": "e1", "g/2": "e0"}
     made.end("g/1")
     made.turn_ended("g/0", 30)
-    made.reported("e0", EngineLoad(200, 2, 0, 0, 0))  # beyond what was expected by now
+    made.load_reported("e0", EngineLoad(200, 2, 0, 0, 0))  # beyond what was expected by now
     ask(made, "g/0", prompt=40)
     decision = made.decide()
     (placement,) = decision.placements
@@ -208,17 +208,17 @@ def test_worst_case_reservations_stay_however_long_the_tools_take() -> None:
 
 def test_what_an_engine_reports_to_use_is_not_given_away() -> None:
     made = taught(scheduler(1000, policy="reserve"), 20)
-    made.reported("e0", EngineLoad(900, 5, 0, 0, 0))
+    made.load_reported("e0", EngineLoad(900, 5, 0, 0, 0))
     for index in range(60):
         ask(made, f"g/{index}")
     assert len(placed(made)) <= 4
-    made.reported("e0", EngineLoad(0, 0, 0, 0, 0))
+    made.load_reported("e0", EngineLoad(0, 0, 0, 0, 0))
     assert len(placed(made)) >= 20
 
 
 def test_an_engine_at_rest_uses_nothing_whatever_it_repeats() -> None:
     made = taught(scheduler(1000, policy="reserve"), 20)
-    made.reported("e0", EngineLoad(1000, 0, 0, 0, 0))
+    made.load_reported("e0", EngineLoad(1000, 0, 0, 0, 0))
     for index in range(60):
         ask(made, f"g/{index}")
     assert len(placed(made)) >= 20
@@ -230,7 +230,7 @@ def test_prompts_that_reports_show_to_be_shared_are_not_reserved_again() -> None
         ask(made, f"g/{index}", prompt=50)
     alone = len(placed(made))
     for _ in range(30):  # all of them hold 50 tokens, of which 40 are one and the same
-        made.reported("e0", EngineLoad(40 + 10 * alone, alone, 0, 0, 0))
+        made.load_reported("e0", EngineLoad(40 + 10 * alone, alone, 0, 0, 0))
     made.turn_ended("g/0", 60)  # the engine has moved on: its forecast is made anew
     together = alone + len(placed(made))
     assert together > 1.4 * alone
@@ -240,10 +240,10 @@ def test_preempting_engine_gets_nothing_new_until_it_stops() -> None:
     made = scheduler(300)
     ask(made, "g/0")
     assert placed(made) == {"g/0": "e0"}
-    made.reported("e0", EngineLoad(100, 1, 0, 3, 0))
+    made.load_reported("e0", EngineLoad(100, 1, 0, 3, 0))
     ask(made, "g/1")
     assert placed(made) == {}
-    made.reported("e0", EngineLoad(100, 1, 0, 3, 0))
+    made.load_reported("e0", EngineLoad(100, 1, 0, 3, 0))
     assert placed(made) == {"g/1": "e0"}
 
 
@@ -251,7 +251,7 @@ def test_leaving_engine_ends_its_turns_and_gets_no_others() -> None:
     made = scheduler(200, 200)
     ask(made, "g/0")
     assert placed(made) == {"g/0": "e0"}
-    made.leave("e0")
+    made.drain("e0")
     made.turn_ended("g/0", 30)
     ask(made, "g/0", prompt=40)
     (placement,) = made.decide().placements
@@ -266,20 +266,20 @@ def test_pulse_tells_how_far_running_turns_are() -> None:
     made.decide()
     made.turn_ended("g/0", 60)
     state = made.state
-    assert state.engines["e0"].pulse == 50
-    assert state.reached(state.sessions["g/1"]) == 50
-    assert state.reached(state.sessions["g/0"]) == 50
+    assert state.engines["e0"].steps == 50
+    assert state.estimated_completion(state.sessions["g/1"]) == 50
+    assert state.estimated_completion(state.sessions["g/0"]) == 50
 
 
 def test_stale_engines_get_nothing_until_updated() -> None:
     made = scheduler(100, 100)
     made.require(1)
-    made.updated("e1", 1)
+    made.weights_updated("e1", 1)
     ask(made, "g/0")
     ask(made, "g/1")
     assert placed(made) == {"g/0": "e1"}
     assert made.stale("e0")
-    made.updated("e0", 1)
+    made.weights_updated("e0", 1)
     assert placed(made) == {"g/1": "e0"}
 
 
@@ -361,7 +361,7 @@ class Workload:
 
     def submit(self, name: str) -> None:
         tokens = self.tokens[name]
-        self.made.submit(Request(name, name.split("/")[0], tokens, self.limit - tokens))
+        self.made.submit(TurnRequest(name, name.split("/")[0], tokens, self.limit - tokens))
         self.state[name] = "waiting"
 
     def decide(self) -> None:

@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 
 from rstar2.config import SchedulerConfig
 from rstar2.errors import DataError
-from rstar2.rollout.simulate.bound import lower_bound
 from rstar2.rollout.simulate.compare import (
     POLICIES,
-    Case,
-    Result,
+    ComparisonCase,
+    PolicyResult,
+    check_targets,
     measure,
     summarize,
     table,
-    verdicts,
 )
-from rstar2.rollout.simulate.engine import Sequence, SimulatedEngine
-from rstar2.rollout.simulate.model import EngineModel, StepRow, fit, from_hardware
-from rstar2.rollout.simulate.simulation import Fault, Simulation
-from rstar2.rollout.simulate.workload import SHAPES, RolloutPlan, TurnPlan, Workload, draw
+from rstar2.rollout.simulate.engine import EngineSequence, SimulatedEngine
+from rstar2.rollout.simulate.lower_bound import lower_bound
+from rstar2.rollout.simulate.model import EngineModel, MeasuredStep, fit_engine, from_hardware
+from rstar2.rollout.simulate.simulation import EngineCrash, Simulation
+from rstar2.rollout.simulate.workload import SHAPES, RolloutPlan, TurnPlan, Workload, draw_workload
 
 MODEL = EngineModel(
     "test",
@@ -51,13 +51,13 @@ def plan(name: str, prompt: int, *turns: tuple[int, float, int], limit: int = 10
     return RolloutPlan(name, name.split("/")[0], prompt, made, limit)
 
 
-def alone(sequence: Sequence, model: EngineModel = MODEL) -> tuple[SimulatedEngine, float]:
+def alone(sequence: EngineSequence, model: EngineModel = MODEL) -> tuple[SimulatedEngine, float]:
     engine = SimulatedEngine("e", model)
     engine.add(sequence, 0.0)
     now = 0.0
     while engine.next_time < inf:
         now = engine.next_time
-        engine.boundary(now)
+        engine.finish_steps(now)
     return engine, now
 
 
@@ -65,7 +65,7 @@ def alone(sequence: Sequence, model: EngineModel = MODEL) -> tuple[SimulatedEngi
 
 
 def test_one_sequence_alone_by_hand() -> None:
-    engine, now = alone(Sequence("s", "g", prompt=100, new=4, shared_tokens=100))
+    engine, now = alone(EngineSequence("s", "g", prompt=100, new=4, shared_tokens=100))
     prefill = 0.01 + 100 * 1e-4 + (100 * 99 // 2) * 1e-8
     decode = sum(0.01 + 0.001 + 1e-6 * context for context in (101, 102, 103))
     assert now == pytest.approx(prefill + decode)
@@ -75,7 +75,7 @@ def test_one_sequence_alone_by_hand() -> None:
 
 
 def test_long_prompts_are_computed_in_chunks() -> None:
-    engine, now = alone(Sequence("s", "g", prompt=1000, new=1, shared_tokens=0))
+    engine, now = alone(EngineSequence("s", "g", prompt=1000, new=1, shared_tokens=0))
     assert engine.tally.steps == 2
     assert now == pytest.approx(2 * 0.01 + 1000 * 1e-4 + (1000 * 999 // 2) * 1e-8)
 
@@ -83,16 +83,16 @@ def test_long_prompts_are_computed_in_chunks() -> None:
 def test_many_steps_at_once_equal_single_steps() -> None:
     """Cutting a run of steps short by arrivals that change nothing must not change time."""
     model = replace(MODEL, max_sequences=1)
-    smooth, end = alone(Sequence("s", "g", 100, 500, 0), model)
+    smooth, end = alone(EngineSequence("s", "g", 100, 500, 0), model)
     engine = SimulatedEngine("e", model)
-    engine.add(Sequence("s", "g", 100, 500, 0), 0.0)
-    engine.boundary(0.0)
+    engine.add(EngineSequence("s", "g", 100, 500, 0), 0.0)
+    engine.finish_steps(0.0)
     now = 0.0
     for tick in range(40):
         if tick % 3 == 0:
-            engine.add(Sequence(f"w{tick}", "g", 50, 1, 0), now + 1e-4)
+            engine.add(EngineSequence(f"w{tick}", "g", 50, 1, 0), now + 1e-4)
         now = engine.next_time
-        if engine.boundary(now).finished:
+        if engine.finish_steps(now).finished:
             break
     assert now == pytest.approx(end)
     assert smooth.tally.decoded == 500
@@ -100,17 +100,17 @@ def test_many_steps_at_once_equal_single_steps() -> None:
 
 def test_cached_prefix_is_not_computed_again() -> None:
     engine = SimulatedEngine("e", MODEL)
-    first = Sequence("s", "g", prompt=96, new=33, shared_tokens=96)
+    first = EngineSequence("s", "g", prompt=96, new=33, shared_tokens=96)
     engine.add(first, 0.0)
     while engine.next_time < inf:
         now = engine.next_time
-        engine.boundary(now)
+        engine.finish_steps(now)
     # 128 of its 129 tokens have KV: eight whole blocks
-    again = Sequence("s", "g", prompt=149, new=1, shared_tokens=96, computed=first.computed)
+    again = EngineSequence("s", "g", prompt=149, new=1, shared_tokens=96, computed=first.computed)
     engine.add(again, now)
     before = engine.tally.prefilled
     while engine.next_time < inf:
-        engine.boundary(engine.next_time)
+        engine.finish_steps(engine.next_time)
     assert engine.tally.prefilled - before == 149 - 128
     assert engine.tally.recomputed == 0
 
@@ -118,9 +118,9 @@ def test_cached_prefix_is_not_computed_again() -> None:
 def test_group_prompt_is_computed_once() -> None:
     engine = SimulatedEngine("e", MODEL)
     for name in ("a", "b", "c"):
-        engine.add(Sequence(name, "g", prompt=160, new=4, shared_tokens=160), 0.0)
+        engine.add(EngineSequence(name, "g", prompt=160, new=4, shared_tokens=160), 0.0)
     while engine.next_time < inf:
-        engine.boundary(engine.next_time)
+        engine.finish_steps(engine.next_time)
     # whole blocks before the last token are shared: 144 of 160
     assert engine.tally.prefilled == 160 + 2 * 16
 
@@ -129,10 +129,10 @@ def test_overflow_preempts_the_youngest_and_computes_it_again() -> None:
     model = replace(MODEL, kv_tokens=512)
     engine = SimulatedEngine("e", model)
     for name in ("old", "young"):
-        engine.add(Sequence(name, name, prompt=100, new=300, shared_tokens=0), 0.0)
+        engine.add(EngineSequence(name, name, prompt=100, new=300, shared_tokens=0), 0.0)
     ended: list[str] = []
     while engine.next_time < inf:
-        outcome = engine.boundary(engine.next_time)
+        outcome = engine.finish_steps(engine.next_time)
         ended += [sequence.session for sequence in outcome.finished]
         assert {s.session for s in outcome.preempted} <= {"young"}
     assert ended == ["old", "young"]
@@ -144,14 +144,14 @@ def test_overflow_preempts_the_youngest_and_computes_it_again() -> None:
 
 def test_fit_finds_the_figures_that_made_the_steps() -> None:
     rows = [
-        StepRow(b, b * c, MODEL.step(b, b * c, p), p)
+        MeasuredStep(b, b * c, MODEL.step(b, b * c, p), p)
         for b in (1, 4, 16)
         for c in (10, 400)
         for p in (0, 128)
     ]
-    found = fit(EngineModel("bare", kv_tokens=4096), rows)
-    assert found.worst_error < 1e-6
-    assert found.model.step(7, 900, 30) == pytest.approx(MODEL.step(7, 900, 30))
+    fitted = fit_engine(EngineModel("bare", kv_tokens=4096), rows)
+    assert fitted.worst_error < 1e-6
+    assert fitted.model.step(7, 900, 30) == pytest.approx(MODEL.step(7, 900, 30))
 
 
 def test_engine_model_survives_json_and_refuses_unknown_keys(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_every_rollout_ends_once_and_nothing_beats_the_bound(
     assert simulation.now >= bound.seconds * (1 - 1e-9)
     wanted = sum(turn.sampled for r in workload.rollouts for turn in r.turns)
     assert sum(engine.tally.decoded for engine in simulation.engines) == wanted
-    assert simulation.observed.turns == sum(len(r.turns) for r in workload.rollouts)
+    assert simulation.log.turns == sum(len(r.turns) for r in workload.rollouts)
     for name in simulation.scheduler.engines:
         budget = simulation.scheduler.budget(name)
         assert budget.reserved == 0
@@ -231,10 +231,12 @@ def test_every_rollout_ends_once_and_nothing_beats_the_bound(
 def test_deaths_lose_no_rollout(
     workload: Workload, policy: str, deaths: list[tuple[float, int, float]]
 ) -> None:
-    faults: dict[int, Fault] = {}
+    crashes: dict[int, EngineCrash] = {}
     for time, engine, away in deaths:  # one death an engine: a second could hit it while away
-        faults[engine % workload.engines] = Fault(time, engine % workload.engines, time + away)
-    simulation = Simulation(workload, config(policy), faults=faults.values())
+        crashes[engine % workload.engines] = EngineCrash(
+            time, engine % workload.engines, time + away
+        )
+    simulation = Simulation(workload, config(policy), crashes=crashes.values())
     simulation.run()
     assert len(simulation.ends) == len(workload.rollouts)
     assert simulation.now >= lower_bound(workload).seconds * (1 - 1e-9)
@@ -244,8 +246,10 @@ def test_deaths_lose_no_rollout(
 def test_same_seed_same_result(policy: str) -> None:
     shape = replace(SHAPES["short-slow-heavy"], problems=4, group=8, engines=2, memory_share=0.08)
 
-    def once(seed: int) -> Result:
-        return measure(draw(shape, seed), config(policy), before=draw(shape, seed + 1))
+    def once(seed: int) -> PolicyResult:
+        return measure(
+            draw_workload(shape, seed), config(policy), before=draw_workload(shape, seed + 1)
+        )
 
     assert once(3) == once(3)
     assert once(3) != once(4)
@@ -272,7 +276,7 @@ def test_more_engines_than_work_bound_by_the_longest() -> None:
 def test_reservation_avoids_the_preemptions_of_its_rivals() -> None:
     # small engines: 2 x 142K tokens for 160 rollouts of about 5K
     shape = replace(SHAPES["short-fast-heavy"], problems=20, group=8, engines=2, memory_share=0.1)
-    workload, before = draw(shape, 0), draw(shape, 1)
+    workload, before = draw_workload(shape, 0), draw_workload(shape, 1)
     chosen = ("reserve", "least_requests", "static_split")
     results = {p: measure(workload, config(p), before=before) for p in chosen}
     assert results["reserve"].preemptions == 0
@@ -284,26 +288,26 @@ def test_reservation_avoids_the_preemptions_of_its_rivals() -> None:
 # --------------------------------------------------------------------------- reading results
 
 
-def result(policy: str, makespan: float, preemptions: int = 0) -> Result:
-    case = Case("stage1", "least_requests", 0, 0.01)
+def result(policy: str, makespan: float, preemptions: int = 0) -> PolicyResult:
+    case = ComparisonCase("stage1", "least_requests", 0, 0.01)
     made = summarize(_tiny(case), policy)
     return replace(made, workload="w", makespan_s=makespan, bound_s=100.0, preemptions=preemptions)
 
 
-def _tiny(case: Case) -> Simulation:
+def _tiny(case: ComparisonCase) -> Simulation:
     shape = replace(SHAPES[case.shape], problems=1, group=2, engines=1)
-    simulation = Simulation(draw(shape, case.seed), config(case.policy))
+    simulation = Simulation(draw_workload(shape, case.seed), config(case.policy))
     simulation.run()
     return simulation
 
 
-def test_verdict_names_every_missed_target() -> None:
+def test_target_check_names_every_missed_target() -> None:
     results = [result("reserve", 120.0), result("aimd", 100.0, 3), result("static_split", 150.0)]
-    (verdict,) = verdicts(results)
-    assert verdict.best == "aimd"
-    assert verdict.kv_short
-    assert len(verdict.missed) == 3
-    (good,) = verdicts([result("reserve", 105.0), result("aimd", 104.0)])
+    (check,) = check_targets(results)
+    assert check.best == "aimd"
+    assert check.kv_short
+    assert len(check.missed) == 3
+    (good,) = check_targets([result("reserve", 105.0), result("aimd", 104.0)])
     assert good.missed == ()
     shown = table(results)
     assert "1.200" in shown

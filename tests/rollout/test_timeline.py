@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ET
 
-from rstar2.rollout.timeline import Span, chrome_trace, counts, page, svg
+from rstar2.rollout.timeline import TimelineSpan, chrome_trace, counts, page, svg
 
 SPANS = [
-    Span("engine-10", "g/0", "generating", 0.0, 2.0),
-    Span("engine-10", "g/0", "tool", 2.0, 3.0),
-    Span("engine-2", "g/1", "generating", 1.0, 4.0),
-    Span("", "g/2", "queued", 0.0, 4.0),
+    TimelineSpan("engine-10", "g/0", "generating", 0.0, 2.0),
+    TimelineSpan("engine-10", "g/0", "tool", 2.0, 3.0),
+    TimelineSpan("engine-2", "g/1", "generating", 1.0, 4.0),
+    TimelineSpan("", "g/2", "queued", 0.0, 4.0),
 ]
 
 
 def test_states_are_counted_over_time() -> None:
-    found = counts(SPANS, [0.5, 1.5, 2.5, 3.5])
-    assert found["generating"] == [1, 2, 1, 1]
-    assert found["tool"] == [0, 0, 1, 0]
-    assert found["queued"] == [1, 1, 1, 1]
+    open_spans = counts(SPANS, [0.5, 1.5, 2.5, 3.5])
+    assert open_spans["generating"] == [1, 2, 1, 1]
+    assert open_spans["tool"] == [0, 0, 1, 0]
+    assert open_spans["queued"] == [1, 1, 1, 1]
 
 
 def test_drawing_is_wellformed_with_engines_in_order() -> None:
@@ -30,7 +30,7 @@ def test_drawing_is_wellformed_with_engines_in_order() -> None:
 
 
 def test_many_trajectories_are_sampled_evenly() -> None:
-    spans = [Span("e", f"t{i}", "generating", float(i), i + 1.0) for i in range(100)]
+    spans = [TimelineSpan("e", f"t{i}", "generating", float(i), i + 1.0) for i in range(100)]
     drawn = svg(spans, bars=10)
     assert drawn.count("<title>t") == 10
     assert "t0: generating" in drawn
@@ -46,7 +46,9 @@ def test_trace_has_a_process_per_engine_and_a_thread_per_trajectory() -> None:
 
 
 def test_hostile_names_are_text() -> None:
-    made = page([Span("<script>e", "<img src=x>", "generating", 0, 1)], title="<b>", text="</pre>")
+    made = page(
+        [TimelineSpan("<script>e", "<img src=x>", "generating", 0, 1)], title="<b>", text="</pre>"
+    )
     assert "<script>e" not in made
     assert "<img" not in made
     assert "</pre></pre>" not in made

@@ -1,4 +1,4 @@
-"""`rstar2 simulate`: rollout schedulers compared on modelled engines; no GPU, no model."""
+"""`rstar2 simulate`: compares scheduling policies on simulated engines; needs no GPU, no model."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import typer
 from rstar2.errors import UserError
 
 if TYPE_CHECKING:
-    from rstar2.rollout.simulate.compare import Result
+    from rstar2.rollout.simulate.compare import PolicyResult
     from rstar2.rollout.simulate.workload import Workload
 
 ABOUT = """
-A step of RL draws hundreds of groups of rollouts whose lengths differ wildly and which stop for
-tools. Who runs them where decides how long the step takes: too many on an engine and its KV cache
-overflows (rollouts are thrown out and computed again), too few and it idles. This command drives
-the scheduler of real runs over modelled engines and compares its policies:
+An RL step runs hundreds of groups of rollouts. Their lengths differ widely, and they pause for
+tool calls. The scheduler decides how long the step takes: with too many rollouts an engine's KV
+cache overflows (rollouts are preempted and recomputed), with too few the engine idles. This command
+runs the scheduler of real runs on simulated engines and compares its policies:
 
-  reserve         ours: admit what is expected to fit, by lengths learnt in the run
-  worst_case      admit what fits if every rollout gets as long as it may (the paper's rule)
-  static_split    deal rollouts out beforehand; each engine waits for its slowest at every turn
-  round_robin     every turn to the next engine
-  least_requests  begin where the fewest rollouts are, stay
-  sticky_hash     begin where the name hashes to, stay
-  aimd            a cap per engine that follows its KV use
+  reserve         ours: admits what is expected to fit, from lengths learnt in the run
+  worst_case      admits what fits if every rollout reaches its limit (the paper's rule)
+  static_split    assigns rollouts in advance; an engine waits for its slowest at every turn
+  round_robin     sends every turn to the next engine
+  least_requests  starts a rollout on the engine with the fewest rollouts; it stays there
+  sticky_hash     starts a rollout on the engine that its name hashes to; it stays there
+  aimd            caps the rollouts per engine; the cap follows the engine's KV use
 
-Workloads: stage1, stage2, stage3 are the paper's (512 problems x 32 on 16 engines of 4 MI300X);
+Workloads: stage1, stage2 and stage3 are the paper's (512 problems x 32 on 16 engines of 4 MI300X);
 {short,ample}-{slow,fast}-{light,heavy} vary KV, tools and the tail of the lengths. All figures are
-makespans over a lower bound that no schedule can beat; docs/scheduler.md derives it.
+makespan / lower bound, where no schedule can beat the lower bound; docs/scheduler.md derives it.
 
 Examples:
 
@@ -43,71 +43,96 @@ Examples:
 
 def simulate(
     workloads: Annotated[
-        list[str] | None, typer.Argument(metavar="[WORKLOAD]...", help="[all]", show_default=False)
+        list[str] | None,
+        typer.Argument(
+            metavar="[WORKLOAD]...",
+            help="Workloads to simulate; all of them if none is given.",
+            show_default=False,
+        ),
     ] = None,
-    policies: Annotated[str, typer.Option(help="comma-separated, or all")] = "all",
+    policies: Annotated[
+        str, typer.Option(help="Policies to compare, separated by commas, or all.")
+    ] = "all",
     scale: Annotated[
-        float, typer.Option(min=0.01, help="this share of engines and problems")
+        float, typer.Option(min=0.01, help="Simulate this share of the engines and problems.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(help="of the drawn lengths and latencies")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the drawn lengths and latencies.")] = 0,
     cold: Annotated[
-        bool, typer.Option(help="learning policies know nothing yet, as in a run's first step")
+        bool,
+        typer.Option(help="Learning policies start without knowledge, as in a run's first step."),
     ] = False,
     trace: Annotated[
-        Path | None, typer.Option(help="a run directory: simulate one of its recorded steps")
+        Path | None, typer.Option(help="Simulate a recorded step of this run directory.")
     ] = None,
-    stage: Annotated[str, typer.Option(help="with --trace")] = "stage1",
-    step: Annotated[int, typer.Option(help="with --trace")] = 1,
+    stage: Annotated[str, typer.Option(help="The recorded stage, with --trace.")] = "stage1",
+    step: Annotated[int, typer.Option(help="The recorded step, with --trace.")] = 1,
     engine: Annotated[
-        Path | None, typer.Option(help="JSON of an engine model or of measured steps to fit")
+        Path | None,
+        typer.Option(help="JSON file of an engine model, or of measured steps to fit one to."),
     ] = None,
-    engines: Annotated[int | None, typer.Option(help="with --trace; [the run's]")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="simulations at once")] = 1,
+    engines: Annotated[
+        int | None, typer.Option(help="Number of engines, with --trace; the run's own by default.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Number of simulations to run in parallel.")] = 1,
     timeline: Annotated[
-        Path | None, typer.Option(help="write timelines (HTML, Perfetto trace) to this directory")
+        Path | None,
+        typer.Option(help="Write timelines (HTML and Perfetto traces) to this directory."),
     ] = None,
-    details: Annotated[bool, typer.Option(help="also print all figures of every cell")] = False,
-    check: Annotated[bool, typer.Option(help="exit 1 when a target is missed")] = False,
-    json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
+    details: Annotated[
+        bool, typer.Option(help="Also print all figures of every simulation.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option(help="Exit with code 1 if our policy misses a target.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    from rstar2.rollout.simulate.compare import POLICIES, Case, run_cases, table, verdicts
+    from rstar2.rollout.simulate.compare import (
+        POLICIES,
+        ComparisonCase,
+        check_targets,
+        run_cases,
+        table,
+    )
     from rstar2.rollout.simulate.compare import details as all_figures
     from rstar2.rollout.simulate.workload import SHAPES
 
     chosen = POLICIES if policies == "all" else tuple(policies.split(","))
     _known("policy", chosen, POLICIES)
     if trace is not None:
-        results = _traced(_recorded(trace, stage, step, engine, engines), chosen, timeline)
+        workload = _recorded(trace, stage, step, engine, engines)
+        results = _simulate_recorded(workload, chosen, timeline)
     else:
         names = tuple(workloads or SHAPES)
         _known("workload", names, tuple(SHAPES))
-        cases = [Case(name, policy, seed, scale, cold) for name in names for policy in chosen]
+        cases = [
+            ComparisonCase(name, policy, seed, scale, cold) for name in names for policy in chosen
+        ]
         results = run_cases(cases, jobs=jobs, done=_progress)
         if timeline is not None:
-            from rstar2.rollout.simulate.workload import draw
+            from rstar2.rollout.simulate.workload import draw_workload
 
             for name in names:
-                _draw(draw(SHAPES[name], seed, scale=scale), chosen, timeline)
-    judged = verdicts(results)
+                _write_timelines(draw_workload(SHAPES[name], seed, scale=scale), chosen, timeline)
+    checks = check_targets(results)
     if json:
         import msgspec
 
         rows = [asdict(result) | {"ratio": result.ratio} for result in results]
-        found = [asdict(verdict) | {"missed": verdict.missed} for verdict in judged]
-        ok = not any(verdict.missed for verdict in judged)
-        typer.echo(msgspec.json.encode({"rows": rows, "verdicts": found, "ok": ok}).decode())
+        verdicts = [asdict(target) | {"missed": target.missed} for target in checks]
+        ok = not any(target.missed for target in checks)
+        typer.echo(msgspec.json.encode({"rows": rows, "verdicts": verdicts, "ok": ok}).decode())
     else:
         typer.echo(table(results))
         if details:
             typer.echo("\n" + all_figures(results))
-        for verdict in judged:
-            for missed in verdict.missed:
-                typer.echo(f"missed in {verdict.workload}: {missed}")
-    if check and any(verdict.missed for verdict in judged):
+        for target in checks:
+            for missed in target.missed:
+                typer.echo(f"target missed in {target.workload}: {missed}")
+    if check and any(target.missed for target in checks):
         raise typer.Exit(1)
 
 
-simulate.__doc__ = "Compare rollout schedulers on modelled engines.\n" + ABOUT
+simulate.__doc__ = "Compare scheduling policies on simulated engines.\n" + ABOUT
 
 
 def _known(what: str, given: tuple[str, ...], valid: tuple[str, ...]) -> None:
@@ -116,11 +141,11 @@ def _known(what: str, given: tuple[str, ...], valid: tuple[str, ...]) -> None:
     for name in given:
         if name not in valid:
             near = get_close_matches(name, valid, 1)
-            hint = f"did you mean {near[0]}?" if near else f"choose of {', '.join(valid)}"
-            raise UserError(f"no {what} {name!r}: {hint}")
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(valid)}"
+            raise UserError(f"there is no {what} {name!r}: {hint}")
 
 
-def _progress(result: Result) -> None:
+def _progress(result: PolicyResult) -> None:
     typer.echo(f"{result.workload} {result.policy}: {result.makespan_s:.1f} s", err=True)
 
 
@@ -128,20 +153,24 @@ def _recorded(
     run: Path, stage: str, step: int, engine: Path | None, engines: int | None
 ) -> Workload:
     from rstar2.rollout.simulate.model import EngineModel
-    from rstar2.rollout.simulate.traces import fitted, recorded
+    from rstar2.rollout.simulate.workload import fit_recorded_engine, recorded_workload
 
     if engine is not None:
-        return recorded(run, EngineModel.from_json(engine), stage=stage, step=step, engines=engines)
-    found = fitted(run, stage=stage)
-    typer.echo(
-        f"engine model fitted to {found.rows} recorded turns: "
-        f"median error {found.median_error:.0%}, worst {found.worst_error:.0%}",
-        err=True,
-    )
-    return recorded(run, found.model, stage=stage, step=step, engines=engines)
+        model = EngineModel.from_json(engine)
+    else:
+        fit = fit_recorded_engine(run, stage=stage)
+        model = fit.model
+        typer.echo(
+            f"engine model fitted to {fit.rows} recorded turns: "
+            f"median error {fit.median_error:.0%}, largest {fit.worst_error:.0%}",
+            err=True,
+        )
+    return recorded_workload(run, model, stage=stage, step=step, engines=engines)
 
 
-def _traced(workload: Workload, policies: tuple[str, ...], timeline: Path | None) -> list[Result]:
+def _simulate_recorded(
+    workload: Workload, policies: tuple[str, ...], timeline: Path | None
+) -> list[PolicyResult]:
     from rstar2.config import SchedulerConfig
     from rstar2.rollout.simulate.compare import measure
 
@@ -151,12 +180,12 @@ def _traced(workload: Workload, policies: tuple[str, ...], timeline: Path | None
         results.append(measure(workload, config, before=workload))
         _progress(results[-1])
     if timeline is not None:
-        _draw(workload, policies, timeline)
+        _write_timelines(workload, policies, timeline)
     return results
 
 
-def _draw(workload: Workload, policies: tuple[str, ...], directory: Path) -> None:
-    """Simulate once more with spans, and write them down."""
+def _write_timelines(workload: Workload, policies: tuple[str, ...], directory: Path) -> None:
+    """Simulate again, record the spans and write them as timelines."""
     from rstar2.config import SchedulerConfig
     from rstar2.rollout.simulate.compare import details, summarize
     from rstar2.rollout.simulate.simulation import Simulation
@@ -170,7 +199,7 @@ def _draw(workload: Workload, policies: tuple[str, ...], directory: Path) -> Non
         name = f"{workload.name.replace(':', '-')}-{policy}"
         title = f"{workload.name} under {policy}"
         text = details([summarize(simulation, policy)])
-        spans = simulation.observed.spans
+        spans = simulation.log.spans
         (directory / f"{name}.html").write_text(page(spans, title=title, text=text))
         (directory / f"{name}.trace.json").write_text(chrome_trace(spans))
         typer.echo(f"written: {directory / name}.html and .trace.json", err=True)

@@ -22,7 +22,7 @@ from time import monotonic
 
 from rstar2.engine.base import Engine
 from rstar2.errors import DeadlineError, EngineError, InfrastructureError
-from rstar2.rollout.scheduler import Phase, Placement, Request, Scheduler
+from rstar2.rollout.scheduler import Phase, Placement, Scheduler, TurnRequest
 from rstar2.types import EngineLoad, Finish, Generation, Sampling, WeightVersion
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class Fleet:
     def join(self, name: str, version: WeightVersion) -> None:
         """The engine runs and serves proven weights of this version: it may get turns."""
         if name in self.scheduler.engines:
-            self.scheduler.updated(name, version)
+            self.scheduler.weights_updated(name, version)
         else:
             self.scheduler.join(name, self.engines[name].capacity(), version)
         self._dispatch()
@@ -196,7 +196,7 @@ class Fleet:
         """Sample one turn on whichever engine the scheduler chooses."""
         asked = monotonic()
         self._watch()
-        request = Request(session, group_of(session), len(prompt_ids), sampling.max_new_tokens)
+        request = TurnRequest(session, group_of(session), len(prompt_ids), sampling.max_new_tokens)
         self.scheduler.submit(request)
         try:
             while True:
@@ -278,7 +278,7 @@ class Fleet:
             self._lost(engine, EngineError(f"release of {session}: {error!r}"))
 
     def _ended(
-        self, request: Request, placement: Placement, generation: Generation, *, queue_s: float
+        self, request: TurnRequest, placement: Placement, generation: Generation, *, queue_s: float
     ) -> Generation:
         self._ready.pop(request.session, None)
         tokens = request.prompt_tokens + len(generation.token_ids)
@@ -347,7 +347,7 @@ class Fleet:
             log.info("engine %s did not tell its load within %g s", name, LOAD_DEADLINE_S)
             return
         self._meters[name].report(load)
-        self.scheduler.reported(name, load)
+        self.scheduler.load_reported(name, load)
         self._note(name)
         self._dispatch()
 

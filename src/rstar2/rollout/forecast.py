@@ -1,58 +1,174 @@
-"""How full an engine's KV cache will get, from who is on it and how long rollouts get.
+"""Forecasts: how long rollouts will get, and from that how full an engine's KV cache will get.
 
-All sequences of an engine advance by one token per step, so steps are the axis: after h more steps
-a rollout with x tokens holds x + h, if it is still there, and the chance of that is known from the
-length table. Summed over an engine's rollouts this gives the mean and the variance (rollouts end
-independently) of the KV in use at every future step. Their peak is what counts: rollouts do not
-all stand at their longest at the same time, so it lies far below the sum of their lengths.
+**Lengths** (`LengthModel`) are a life table: of the rollouts known to have reached a length, what
+share ended there? From these shares follows the probability to get any further, given the tokens
+so far. Two sources feed the table: finished rollouts, and as lower bounds those that still run.
+Without the latter the first rollouts to finish, which are the short ones, would look typical.
 
-Steps are taken `POINTS` to a limit; within an interval a rollout counts with the blocks it has at
-its end and the chance it has at its beginning, so the forecast errs on the safe side.
+Where nothing is known nothing ends: a length that fewer than `least` rollouts have reached is
+assumed to continue to its limit (the paper's worst-case rule). This covers the cold start and a
+rollout longer than all before it. It also keeps a later stage with a higher limit from taking the
+old limit for a length: a truncated rollout counts as one that reached the limit and continued.
+
+Lengths are kept in buckets whose width is 1/16 of their size, and old rollouts fade (half the
+weight after `half_life` newer ones), because the policy's lengths change as it learns.
+
+**KV use** (`KvForecast`): every sequence of an engine advances by one token per step, so steps are
+the time axis. After h more steps a rollout with x tokens holds x + h tokens if it still runs; the
+table gives that probability. The sum over an engine's rollouts gives the mean and the variance
+(rollouts end independently) of the KV in use at every future step. Admission needs the peak of
+this curve. It is far below the sum of the final lengths, because rollouts reach their final
+lengths at different times.
+
+The steps up to a limit are divided into `POINTS` intervals. Within an interval a rollout counts
+with the blocks that it has at the end and the survival probability that it has at the start, so
+the forecast errs on the safe side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 
-from rstar2.rollout.lengths import Array, LengthModel
+Array = npt.NDArray[np.float64]
 
 POINTS = 64
 
 
+# --------------------------------------------------------------------------- lengths
+
+
+def bucket(length: int) -> int:
+    """The bucket of a length: 0 to 31 have one each, then each doubling has sixteen."""
+    shift = max(0, length.bit_length() - 5)
+    return 16 * shift + (length >> shift)
+
+
+def shortest_in(index: int) -> int:
+    """The shortest length in a bucket."""
+    shift = max(0, index // 16 - 1)
+    return (index - 16 * shift) << shift
+
+
+class LengthModel:
+    """The distribution of completion lengths, tool responses included."""
+
+    def __init__(self, *, least: int = 16, half_life: int = 8192) -> None:
+        self.least = least
+        self.half_life = half_life
+        self.tables = 0
+        """How often the table was rebuilt."""
+        self._weight = 1.0
+        """Weight of the next rollout; it grows instead of shrinking all earlier weights."""
+        self._ended: list[float] = []
+        self._reached: list[float] = []
+        """Weight of finished rollouts by the bucket of their final length."""
+        self._observed = 0
+        self._table_of = -1
+        self._alive: Array = np.ones(1)
+        """Probability to get beyond a length, by length; constant after the last entry."""
+
+    def __len__(self) -> int:
+        return self._observed
+
+    def observe(self, completion: int, *, truncated: bool = False) -> None:
+        """A rollout ended with this many completion tokens."""
+        index = bucket(completion)
+        if index >= len(self._ended):
+            grow = index + 1 - len(self._ended)
+            self._ended += [0.0] * grow
+            self._reached += [0.0] * grow
+        self._weight *= 2 ** (1 / self.half_life)
+        self._reached[index] += self._weight
+        if not truncated:
+            self._ended[index] += self._weight
+        self._observed += 1
+        if self._weight > 1e100:
+            self._ended = [x / self._weight for x in self._ended]
+            self._reached = [x / self._weight for x in self._reached]
+            self._weight = 1.0
+
+    @property
+    def outdated(self) -> bool:
+        """Whether enough rollouts were observed since the last `refresh` to need another."""
+        new = self._observed - max(0, self._table_of)
+        return new > 0 and (self._table_of < 0 or new >= min(1024, 1 + self._table_of // 8))
+
+    def refresh(self, running: Iterable[int] = ()) -> None:
+        """Rebuild the table; `running` are the completion lengths of running rollouts so far."""
+        counts = [x / self._weight for x in self._reached]
+        for length in running:
+            index = bucket(length)
+            if index >= len(counts):
+                counts += [0.0] * (index + 1 - len(counts))
+            counts[index] += 1.0
+        at_risk = list(accumulate(reversed(counts)))
+        at_risk.reverse()
+        edges, alive = [0.0], [1.0]
+        for index, (ended, risk) in enumerate(zip(self._ended, at_risk, strict=False)):
+            share = ended / self._weight / (risk + 1.0) if risk > self.least - 0.5 else 0.0
+            edges.append(float(shortest_in(index + 1)))
+            alive.append(alive[-1] * (1.0 - share))
+        self._alive = np.interp(np.arange(int(edges[-1]) + 1), edges, alive)
+        self._table_of = self._observed
+        self.tables += 1
+
+    def survival(self, completion: npt.ArrayLike, further: npt.ArrayLike) -> Array:
+        """Probability that a rollout with `completion` tokens gets beyond `further` more."""
+        last = len(self._alive) - 1
+        start = np.minimum(np.asarray(completion, dtype=np.int64), last)
+        end = np.minimum(start + np.asarray(further, dtype=np.int64), last)
+        here = self._alive[start]
+        known = here > 1e-9
+        return np.where(known, self._alive[end] / np.where(known, here, 1.0), 1.0)
+
+    def quantile(self, level: float, *, completion: int, longest: int) -> int:
+        """The completion length that a rollout does not exceed with probability `level`."""
+        further = np.arange(max(1, longest - completion + 1))
+        ended = np.flatnonzero(1.0 - self.survival(completion, further) >= level)
+        return min(longest, completion + int(ended[0])) if len(ended) else longest
+
+
+# --------------------------------------------------------------------------- KV use
+
+
 @dataclass(frozen=True, slots=True)
-class Outlook:
-    """What a forecast needs to know of one rollout."""
+class RolloutProgress:
+    """The current size of one rollout, in tokens."""
 
     prompt: int
     completion: int
     limit: int
     shared: int = 0
-    """Tokens of its prompt that others of its group hold anyway."""
+    """Prompt tokens whose KV other rollouts of its group already hold."""
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
-    """Mean, variance and third central moment of the KV to be held, by interval."""
+class KvDemand:
+    """Mean, variance and third central moment of the KV tokens held, per interval."""
 
     mean: Array
     variance: Array
     third: Array
 
-    def row(self, index: int) -> Demand:
-        """Of several rollouts' demands that of one."""
-        return Demand(self.mean[index], self.variance[index], self.third[index])
+    def row(self, index: int) -> KvDemand:
+        """The demand of one rollout of several."""
+        return KvDemand(self.mean[index], self.variance[index], self.third[index])
 
     @property
-    def total(self) -> Demand:
-        """Several rollouts' demands added up."""
-        return Demand(self.mean.sum(axis=0), self.variance.sum(axis=0), self.third.sum(axis=0))
+    def total(self) -> KvDemand:
+        """The sum over all rollouts."""
+        return KvDemand(self.mean.sum(axis=0), self.variance.sum(axis=0), self.third.sum(axis=0))
 
 
-def demands(lengths: LengthModel, rollouts: Sequence[Outlook], *, width: int, block: int) -> Demand:
-    """What the rollouts will hold over the next POINTS intervals of `width` steps, a row each."""
+def kv_demands(
+    lengths: LengthModel, rollouts: Sequence[RolloutProgress], *, width: int, block: int
+) -> KvDemand:
+    """KV demand over the next POINTS intervals of `width` steps, one row per rollout."""
     starts = np.arange(POINTS, dtype=np.int64) * width
     prompt = np.array([r.prompt for r in rollouts], dtype=np.int64)[:, None]
     completion = np.array([r.completion for r in rollouts], dtype=np.int64)[:, None]
@@ -60,57 +176,56 @@ def demands(lengths: LengthModel, rollouts: Sequence[Outlook], *, width: int, bl
     shared = np.array([r.shared for r in rollouts], dtype=np.int64)[:, None]
     now = prompt + completion + starts
     alive = np.where(now < limit, lengths.survival(completion, starts), 0.0)
-    # those with whom a prompt is shared may end first: they are still there by the same chance
+    # rollouts that share the prompt may end first: assume the same survival probability for them
     tokens = -(-np.minimum(now + width, limit) // block) * block - shared * alive
     mean = tokens * alive
     variance = mean * (tokens - mean)
     third = variance * (tokens - 2 * mean)
-    return Demand(mean, variance, third)
+    return KvDemand(mean, variance, third)
 
 
 @dataclass(slots=True)
-class Forecast:
-    """The KV in use on one engine, now and over the steps to come."""
+class KvForecast:
+    """The expected KV use of one engine over the coming steps."""
 
     width: int
     made_at: int
-    """The engine's pulse when it was made."""
+    """The engine's step count when the forecast was made."""
     table: int
-    """The length table from which it was made."""
+    """The length table it was made from (`LengthModel.tables`)."""
     mean: Array = field(default_factory=lambda: np.zeros(POINTS))
     variance: Array = field(default_factory=lambda: np.zeros(POINTS))
     third: Array = field(default_factory=lambda: np.zeros(POINTS))
     z: float = 0.0
-    """How many standard deviations a margin has, skewness apart."""
+    """The margin in standard deviations, before the correction for skewness."""
     peak_mean: float = 0.0
     fullest: int = 0
     """The interval in which the mean is largest."""
     work: float = 0.0
-    """Tokens held, summed over all steps to come: what decoding will have to read."""
+    """Tokens held, summed over all coming steps: the KV that decoding will read."""
 
-    def add(self, demand: Demand) -> None:
+    def add(self, demand: KvDemand) -> None:
         self.mean += demand.mean
         self.variance += demand.variance
         self.third += demand.third
-        self.settle()
+        self._find_peak()
 
-    def remove(self, demand: Demand) -> None:
+    def remove(self, demand: KvDemand) -> None:
         self.mean -= demand.mean
         self.variance -= demand.variance
         self.third -= demand.third
-        self.settle()
+        self._find_peak()
 
-    def settle(self) -> None:
-        """Work out the peak anew."""
+    def _find_peak(self) -> None:
         self.fullest = int(self.mean.argmax())
         self.peak_mean = float(self.mean[self.fullest])
         self.work = float(self.mean.sum()) * self.width
 
-    def peak_with(self, more: Demand) -> float:
-        """The peak with its margin if another rollout came.
+    def peak_with(self, more: KvDemand) -> float:
+        """The peak including the margin if `more` were added.
 
         The margin is the normal quantile, corrected for skewness (Cornish-Fisher): a few rollouts
-        of which each may get long are likelier to exceed it than many.
+        that may each get long exceed it more often than many do.
         """
         variance = np.maximum(self.variance + more.variance, 0.0)
         third = np.maximum(self.third + more.third, 0.0)

@@ -1,36 +1,39 @@
-"""What the scheduler knows, as plain state, and the few moves that may change it.
+"""The scheduler's state: plain data, and the few methods that may change it.
 
-    submit ──> waiting ──start──> running ──turn_ended──> holding (the tool works)
+    submit ──> waiting ──start──> running ──turn_ended──> holding (its tools run)
                   ^                  │                        │  │
-                  │<── engine lost ──┘                        │  └──end──> gone
+                  │<── engine lost ──┘                        │  └──end──> removed
                   └───────────────── submit ──────────────────┘
 
-A rollout is a *session*: a sequence of turns with tool calls between them. Its `engine` is where
-its prefix was computed last (its home). Policies read this state and change it only through
-`start` and `evict`, so that every policy keeps the ledger's promises.
+A rollout is a *session*: a sequence of turns with tool calls between them. Its `engine` is the one
+that holds its prefix in the KV cache. Policies read this state and change it only through `start`
+and `evict`, so that the invariants below hold under every policy.
 
-There is no clock in here, but a pulse: as all sequences of an engine advance by one token per
-step, the longest turn that has ended tells how many steps an engine has made, and with that about
-how many tokens each of the running turns has by now (`reached`).
+Invariant 5 (`KvBudget`): the tokens reserved on an engine never exceed its capacity, and a
+reservation is released exactly once; a second release is a bug and raises InvariantError.
+
+The state has no clock. Every sequence of an engine advances by one token per step, so the longest
+turn that has ended gives the number of steps an engine has made (`EngineState.steps`), and from
+that follows roughly how many tokens each running turn has (`estimated_completion`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from heapq import heappop, heappush
 
 from rstar2.errors import InvariantError
-from rstar2.rollout.kv_budget import KvBudget
-from rstar2.types import WeightVersion
+from rstar2.types import EngineCapacity, WeightVersion
 
 Rank = tuple[int, int]
-"""(group's ordinal, own ordinal): smaller is older."""
+"""(group's ordinal, own ordinal): the smaller, the older."""
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A turn that wants to run. `prompt_tokens` is everything up to the turn's first new token."""
+class TurnRequest:
+    """A turn to run. `prompt_tokens` counts everything before the turn's first new token."""
 
     session: str
     group: str
@@ -44,7 +47,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Run the session's turn on `engine` now. `moved`: its prefix was computed elsewhere."""
+    """Run the session's turn on `engine` now. `moved`: another engine computed its prefix."""
 
     session: str
     engine: str
@@ -54,14 +57,14 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """The session's reservation on `engine` is gone: its cached prefix should go too."""
+    """The session lost its reservation on `engine`, which should free its cached prefix."""
 
     session: str
     engine: str
 
 
 class Phase(Enum):
-    """Where a session stands."""
+    """The phase of a session."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -69,30 +72,98 @@ class Phase(Enum):
 
 
 @dataclass(slots=True)
-class Session:
-    """One rollout from its first submit to its end."""
+class SessionState:
+    """One rollout, from its first submit to its end."""
 
-    request: Request
+    request: TurnRequest
     rank: Rank
     first_prompt: int
     phase: Phase = Phase.WAITING
     engine: str | None = None
-    last: str | None = None
-    """Where it ran last: something of its prefix may still be cached there."""
+    last_engine: str | None = None
+    """The engine of its last turn: part of its prefix may still be cached there."""
     begun: bool = False
     tokens: int = 0
-    """Known to be held: after the last turn, or as its next prompt."""
+    """Tokens after the last turn, or in its next prompt."""
     truncated: bool = False
-    whole: bool = True
-    """False after a turn without a result: such a session teaches nothing about lengths."""
-    started_at: int = 0
-    """The engine's pulse when the running turn started."""
-    since: float = 0.0
-    """When it began to hold."""
+    intact: bool = True
+    """False after a turn without a result: its length is not added to the length model."""
+    start_step: int = 0
+    """The engine's step count when the running turn started."""
+    holding_since: float = 0.0
+    """When its last turn ended."""
 
     @property
     def completion(self) -> int:
         return self.tokens - self.first_prompt
+
+
+class KvBudget:
+    """KV reservations of the sessions on one engine, in tokens."""
+
+    def __init__(self, capacity: EngineCapacity) -> None:
+        self.capacity = capacity
+        self.total = capacity.kv_tokens // capacity.block_tokens * capacity.block_tokens
+        """Tokens in whole blocks that the cache can hold."""
+        self.reserved = 0
+        self.used = 0
+        """The engine's last reported KV use, minus what was released since."""
+        self._held: dict[str, int] = {}
+
+    def rounded(self, tokens: int) -> int:
+        """`tokens`, rounded up to whole blocks."""
+        block = self.capacity.block_tokens
+        return -(-tokens // block) * block
+
+    @property
+    def free(self) -> int:
+        """Tokens that are not reserved."""
+        return self.total - self.reserved
+
+    @property
+    def sessions(self) -> tuple[str, ...]:
+        """Sessions with a reservation, oldest first."""
+        return tuple(self._held)
+
+    def held(self, session: str) -> int:
+        """Tokens reserved for this session; 0 if it has no reservation."""
+        return self._held.get(session, 0)
+
+    def fits(self, session: str, tokens: int) -> bool:
+        """Whether the session's reservation could become `tokens`."""
+        return tokens - self.held(session) <= self.free
+
+    def resize(self, session: str, tokens: int) -> None:
+        """Set the session's reservation to `tokens`, creating it if there is none."""
+        if tokens <= 0:
+            raise InvariantError(f"the reservation of {session} would be {tokens} tokens")
+        growth = tokens - self.held(session)
+        if growth > self.free:
+            raise InvariantError(
+                f"reserving {tokens} tokens for {session} would exceed the cache: "
+                f"{self.reserved} of {self.total} are reserved"
+            )
+        self._held[session] = tokens
+        self.reserved += growth
+
+    def revise(self, tokens: Mapping[str, int]) -> None:
+        """Replace all reservations at once; the set of sessions stays the same."""
+        total = sum(tokens.values())
+        if tokens.keys() != self._held.keys():
+            raise InvariantError("a revision must name exactly the sessions with a reservation")
+        if total > self.total or min(tokens.values(), default=1) <= 0:
+            raise InvariantError(f"revised reservations add up to {total} of {self.total} tokens")
+        self._held.update(tokens)
+        self.reserved = total
+
+    def release(self, session: str) -> int:
+        """End the session's reservation; returns its size."""
+        if session not in self._held:
+            raise InvariantError(f"{session} holds no reservation: released twice")
+        tokens = self._held.pop(session)
+        self.reserved -= tokens
+        self.used = max(0, self.used - tokens)
+        return tokens
 
 
 @dataclass(slots=True)
@@ -103,11 +174,12 @@ class EngineState:
     version: WeightVersion
     running: set[str] = field(default_factory=set)
     holding: set[str] = field(default_factory=set)
-    """Sessions at home here whose tools work."""
-    homed: dict[str, None] = field(default_factory=dict)
-    """Sessions whose prefix is here, in the order of their arrival."""
-    pulse: int = 0
-    leaving: bool = False
+    """Sessions with their prefix here whose tools run."""
+    resident: dict[str, None] = field(default_factory=dict)
+    """Sessions with their prefix here, in order of arrival."""
+    steps: int = 0
+    """A lower bound on the decoding steps made so far."""
+    draining: bool = False
     preemptions: int = 0
 
     @property
@@ -115,54 +187,61 @@ class EngineState:
         return len(self.running) < self.budget.capacity.max_sequences
 
 
-class State:
-    """Sessions, engines and who waits."""
+class SchedulerState:
+    """Sessions, engines and the queue of waiting turns."""
 
     def __init__(self) -> None:
         self.version: WeightVersion = 0
-        """The weights that engines must serve; others are stale."""
+        """The required weights: engines that serve other weights are stale."""
         self.engines: dict[str, EngineState] = {}
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, SessionState] = {}
         self.evictions: list[Eviction] = []
         self._begun: list[tuple[Rank, str]] = []
         self._new: list[tuple[Rank, str]] = []
 
-    # ------------------------------------------------------------------ what can be read
+    # ------------------------------------------------------------------ queries
 
     def serves(self, engine: str) -> bool:
-        """Whether the engine may get turns: it has the required weights and is not leaving."""
-        found = self.engines.get(engine)
-        return found is not None and found.version == self.version and not found.leaving
+        """Whether the engine may get turns: it has the required weights and is not draining."""
+        known_engine = self.engines.get(engine)
+        return (
+            known_engine is not None
+            and known_engine.version == self.version
+            and not known_engine.draining
+        )
 
     @property
     def serving(self) -> list[str]:
         return [name for name in self.engines if self.serves(name)]
 
-    def reached(self, session: Session) -> int:
-        """Completion tokens that the session has by now, as far as can be told."""
+    def estimated_completion(self, session: SessionState) -> int:
+        """Completion tokens that the session has by now, estimated from the engine's steps."""
         if session.phase is not Phase.RUNNING or session.engine is None:
             return session.completion
-        steps = self.engines[session.engine].pulse - session.started_at
+        steps = self.engines[session.engine].steps - session.start_step
         return min(session.completion + steps, session.request.limit - session.first_prompt)
 
-    # ------------------------------------------------------------------ who waits
+    # ------------------------------------------------------------------ queue
 
-    def wait(self, name: str) -> None:
-        """The session's turn wants to run."""
+    def enqueue(self, name: str) -> None:
+        """Queue the session's turn."""
         session = self.sessions[name]
         session.phase = Phase.WAITING
         if session.engine is not None:
             self.engines[session.engine].holding.discard(name)
         heappush(self._begun if session.begun else self._new, (session.rank, name))
 
-    def take_begun(self) -> list[str]:
-        """Turns of begun rollouts, oldest first; put back with `wait` what cannot start."""
-        taken = [name for rank, name in sorted(self._begun) if self._current(rank, name)]
+    def pop_begun(self) -> list[str]:
+        """Remove and return the turns of begun rollouts, oldest first.
+
+        The caller puts back with `enqueue` what cannot start.
+        """
+        names = [name for rank, name in sorted(self._begun) if self._current(rank, name)]
         self._begun.clear()
-        return taken
+        return names
 
     def next_new(self) -> str | None:
-        """The oldest rollout that has not begun; it stays in the queue until it starts."""
+        """The oldest rollout that has not begun. It stays in the queue until it starts."""
         while self._new:
             rank, name = self._new[0]
             if self._current(rank, name):
@@ -171,66 +250,66 @@ class State:
         return None
 
     def _current(self, rank: Rank, name: str) -> bool:
-        """Whether a queue entry still stands for a waiting turn (its session may have ended)."""
+        """Whether a queue entry is still a waiting turn (its session may have ended)."""
         session = self.sessions.get(name)
         return session is not None and session.rank == rank and session.phase is Phase.WAITING
 
-    # ------------------------------------------------------------------ moves
+    # ------------------------------------------------------------------ transitions
 
     def start(self, name: str, engine_name: str, reserve: int | None) -> Placement:
-        """The session's turn runs on the engine and reserves so much (None: as before)."""
+        """Run the session's turn on the engine. `reserve=None` keeps its reservation as it is."""
         session, engine = self.sessions[name], self.engines[engine_name]
         if session.phase is not Phase.WAITING:
             raise InvariantError(f"{name} was started while it is {session.phase.name}")
         if not self.serves(engine_name):
-            raise InvariantError(f"{name} was started on {engine_name}, which must not serve")
-        moved = session.begun and session.last != engine_name
+            raise InvariantError(f"{name} was started on {engine_name}, which may not serve")
+        moved = session.begun and session.last_engine != engine_name
         if session.engine is not None and session.engine != engine_name:
             self.evict(name)
         if reserve is not None:
             engine.budget.resize(name, reserve)
         engine.running.add(name)
-        engine.homed[name] = None
+        engine.resident[name] = None
         session.engine, session.phase, session.begun = engine_name, Phase.RUNNING, True
-        session.last = engine_name
-        session.started_at = engine.pulse
+        session.last_engine = engine_name
+        session.start_step = engine.steps
         return Placement(name, engine_name, engine.budget.held(name), moved)
 
     def evict(self, name: str) -> None:
-        """The session gives up its home and what it reserved there."""
+        """Take the session off its engine and release its reservation there."""
         session = self.sessions[name]
         if session.engine is None or session.phase is Phase.RUNNING:
-            raise InvariantError(f"{name} has nothing to give up, or runs")
-        self.leave_home(name)
+            raise InvariantError(f"{name} cannot be evicted: it is on no engine, or it runs")
+        self.release_home(name)
         self.evictions.append(Eviction(name, session.engine))
         session.engine = None
 
-    def leave_home(self, name: str) -> None:
-        """Release whatever the session holds on its engine."""
+    def release_home(self, name: str) -> None:
+        """Release everything the session holds on its engine."""
         home = self.sessions[name].engine
         if home is None:
             return
         engine = self.engines[home]
         engine.running.discard(name)
         engine.holding.discard(name)
-        del engine.homed[name]
+        del engine.resident[name]
         if engine.budget.held(name):
             engine.budget.release(name)
 
-    def lose(self, engine_name: str) -> list[str]:
-        """Forget an engine; returns the sessions whose running turns have to run again."""
+    def remove_engine(self, engine_name: str) -> list[str]:
+        """Remove an engine; returns the sessions whose running turns must run again."""
         engine = self.engines.pop(engine_name)
-        for name in engine.homed:
+        for name in engine.resident:
             self.sessions[name].engine = None
         handed_back = sorted(engine.running, key=lambda name: self.sessions[name].rank)
         for name in handed_back:
-            self.wait(name)
+            self.enqueue(name)
         return handed_back
 
     def hold(self, name: str, now: float) -> None:
-        """The session's turn is over: it waits for its tools, or is about to end."""
+        """The session's turn has ended: its tools run, or the session is about to end."""
         session = self.sessions[name]
-        session.phase, session.since = Phase.HOLDING, now
+        session.phase, session.holding_since = Phase.HOLDING, now
         if session.engine is not None:
             self.engines[session.engine].running.discard(name)
             self.engines[session.engine].holding.add(name)

@@ -1,10 +1,9 @@
-"""Who did what when: spans of trajectories on engines, drawn and exported.
+"""Timelines of trajectories on engines, as SVG, HTML and Chrome trace.
 
-The simulator and recorded runs both come down to spans (engine, trajectory, state, start, end).
-`svg` draws per engine how many trajectories were in which state over time, at any scale, and the
-trajectories themselves as bars where there are few enough (else an even sample of them); `page`
-is that as one HTML file without scripts; `chrome_trace` has everything, for Perfetto
-(ui.perfetto.dev) or chrome://tracing.
+The simulator and recorded runs both give spans (engine, trajectory, state, start, end). `svg` draws
+for every engine the number of trajectories in each state over time, and below it the trajectories
+as bars (an even sample if there are too many). `page` is the drawing as one HTML file without
+scripts. `chrome_trace` exports all spans for Perfetto (ui.perfetto.dev) or chrome://tracing.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ STATES = {
     "queued": "#b9bec6",
     "preempted": "#c8503c",
 }
-"""What a trajectory can be doing, drawn from the bottom up in this order."""
+"""States of a trajectory and their colours, stacked from the bottom in this order."""
 OTHER = "#8d6cab"
 
 WIDTH, LEFT, RIGHT, AREA, GAP, BAR = 960, 92, 12, 64, 22, 7
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimelineSpan:
     """A trajectory was in one state on (or waiting for) an engine, from `start` to `end`."""
 
     engine: str
@@ -40,8 +39,8 @@ class Span:
     end: float
 
 
-def chrome_trace(spans: Iterable[Span]) -> str:
-    """Spans as a Chrome trace: a process per engine, a thread per trajectory."""
+def chrome_trace(spans: Iterable[TimelineSpan]) -> str:
+    """Spans as a Chrome trace: one process per engine, one thread per trajectory."""
     engines: dict[str, int] = {}
     trajectories: dict[tuple[int, str], int] = {}
     events: list[dict[str, Any]] = []
@@ -69,20 +68,22 @@ def chrome_trace(spans: Iterable[Span]) -> str:
     return msgspec.json.encode({"traceEvents": named + events}).decode()
 
 
-def counts(spans: Sequence[Span], times: Sequence[float]) -> dict[str, list[int]]:
+def counts(spans: Sequence[TimelineSpan], times: Sequence[float]) -> dict[str, list[int]]:
     """How many spans of each state are open at each of the times."""
-    found: dict[str, list[int]] = {}
+    open_spans: dict[str, list[int]] = {}
     for state in dict.fromkeys([*STATES, *(span.state for span in spans)]):
         starts = sorted(span.start for span in spans if span.state == state)
         ends = sorted(span.end for span in spans if span.state == state)
-        found[state] = [bisect_right(starts, t) - bisect_right(ends, t) for t in times]
-    return {state: values for state, values in found.items() if any(values) or state in STATES}
+        open_spans[state] = [bisect_right(starts, t) - bisect_right(ends, t) for t in times]
+    return {state: values for state, values in open_spans.items() if any(values) or state in STATES}
 
 
-def svg(spans: Sequence[Span], *, title: str = "", bars: int = 24, points: int = 240) -> str:
-    """The timeline of all engines, one below the other; `bars` trajectories each at most."""
+def svg(
+    spans: Sequence[TimelineSpan], *, title: str = "", bars: int = 24, points: int = 240
+) -> str:
+    """The timelines of all engines, one below the other, with at most `bars` trajectories each."""
     end = max((span.end for span in spans), default=1.0) or 1.0
-    by_engine: dict[str, list[Span]] = {}
+    by_engine: dict[str, list[TimelineSpan]] = {}
     for span in spans:
         by_engine.setdefault(span.engine, []).append(span)
     parts: list[str] = []
@@ -106,8 +107,8 @@ def svg(spans: Sequence[Span], *, title: str = "", bars: int = 24, points: int =
     )
 
 
-def page(spans: Sequence[Span], *, title: str, text: str = "", bars: int = 24) -> str:
-    """A self-contained HTML page with the drawing; no script, no network."""
+def page(spans: Sequence[TimelineSpan], *, title: str, text: str = "", bars: int = 24) -> str:
+    """A self-contained HTML page with the drawing; no scripts, no network access."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -121,7 +122,7 @@ def page(spans: Sequence[Span], *, title: str, text: str = "", bars: int = 24) -
 
 
 def _natural(name: str) -> tuple[bool, str, int]:
-    """engine-2 before engine-10; no engine last."""
+    """Sort key: engine-2 before engine-10, and spans without an engine last."""
     head = name.rstrip("0123456789")
     return not name, head, int(name[len(head) :] or 0)
 
@@ -130,14 +131,14 @@ def _x(time: float, end: float) -> float:
     return LEFT + time / end * (WIDTH - LEFT - RIGHT)
 
 
-def _area(name: str, spans: Sequence[Span], end: float, top: float, points: int) -> str:
-    """States stacked over time."""
+def _area(name: str, spans: Sequence[TimelineSpan], end: float, top: float, points: int) -> str:
+    """The stacked counts of all states over time."""
     times = [end * (i + 0.5) / points for i in range(points)]
-    found = counts(spans, times)
-    most = max((sum(column) for column in zip(*found.values(), strict=True)), default=0) or 1
+    stacked = counts(spans, times)
+    most = max((sum(column) for column in zip(*stacked.values(), strict=True)), default=0) or 1
     below = [0] * points
     shapes: list[str] = []
-    for state, values in found.items():
+    for state, values in stacked.items():
         above = [b + v for b, v in zip(below, values, strict=True)]
         if above != below:
             line = [(t, AREA - AREA * v / most) for t, v in zip(times, above, strict=True)]
@@ -151,8 +152,8 @@ def _area(name: str, spans: Sequence[Span], end: float, top: float, points: int)
     )
 
 
-def _bars(spans: Sequence[Span], end: float, top: float, limit: int) -> tuple[str, float]:
-    """One line per trajectory, in the order in which they began; an even sample if too many."""
+def _bars(spans: Sequence[TimelineSpan], end: float, top: float, limit: int) -> tuple[str, float]:
+    """One row per trajectory, in the order of their starts; an even sample if too many."""
     names = list(dict.fromkeys(s.trajectory for s in sorted(spans, key=lambda s: s.start)))
     if len(names) > limit:
         names = [names[i * len(names) // limit] for i in range(limit)] if limit else []

@@ -12,7 +12,7 @@ from typing import Any
 
 from rstar2.record.index import GroupEntry
 from rstar2.rollout.timeline import STATES as COLOURS
-from rstar2.rollout.timeline import Span, chrome_trace, svg
+from rstar2.rollout.timeline import TimelineSpan, chrome_trace, svg
 from rstar2.viewer.run import NotRecordedError, Run
 
 QUEUED, PREEMPTED, GENERATING, TOOL = "queued", "preempted", "generating", "tool"
@@ -30,14 +30,14 @@ def entries(run: Run, stage: str, step: int) -> list[GroupEntry]:
     return [catalog.entry(group) for group in groups]
 
 
-def spans(found: list[GroupEntry]) -> list[Span]:
+def spans(found: list[GroupEntry]) -> list[TimelineSpan]:
     """What every rollout did, in seconds since the first one of the step started."""
     starts = [r.started_at for entry in found for r in entry.rollouts if r.started_at]
     origin = min(starts, default=0.0)
     return [span for entry in found for span in _of_group(entry, origin)]
 
 
-def _of_group(entry: GroupEntry, origin: float) -> Iterator[Span]:
+def _of_group(entry: GroupEntry, origin: float) -> Iterator[TimelineSpan]:
     for rollout in entry.rollouts:
         name = f"{entry.group}/{rollout.name}"
         began = rollout.started_at - origin
@@ -53,7 +53,7 @@ def _of_group(entry: GroupEntry, origin: float) -> Iterator[Span]:
                 (TOOL, sampled, sampled + turn.tools_s),
             ):
                 if end - start > SHORTEST_S:
-                    yield Span(turn.engine, name, state, start, end)
+                    yield TimelineSpan(turn.engine, name, state, start, end)
 
 
 def drawing(run: Run, stage: str, step: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Policies against each other and the lower bound, on the same work: figures, table, targets."""
+"""Compares policies with each other and with the lower bound on the same workload."""
 
 from __future__ import annotations
 
@@ -10,55 +10,55 @@ import numpy as np
 
 from rstar2.config import SchedulerConfig
 from rstar2.rollout.scheduler import Scheduler
-from rstar2.rollout.simulate.bound import lower_bound
+from rstar2.rollout.simulate.lower_bound import lower_bound
 from rstar2.rollout.simulate.simulation import Simulation
-from rstar2.rollout.simulate.workload import SHAPES, Workload, draw
+from rstar2.rollout.simulate.workload import SHAPES, Workload, draw_workload
 
 POLICIES: tuple[str, ...] = get_args(SchedulerConfig.model_fields["policy"].annotation)
 OURS = "reserve"
 LEARNING = ("reserve", "aimd")
-"""Policies that carry something over from one step to the next."""
+"""Policies that keep what they learnt from one RL step to the next."""
 
 BOUND_TARGET, RIVAL_TARGET, STATIC_TARGET = 1.10, 1.02, 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """What came of one workload under one policy."""
+class PolicyResult:
+    """The figures of one workload under one policy."""
 
     workload: str
     policy: str
     makespan_s: float
     bound_s: float
     idle_share: float
-    """Of the engines' time until the last rollout ended."""
+    """Idle share of the engines' time until the last rollout ended."""
     kv_share: float
     kv_peak: float
     preemptions: int
     sampled_tokens: int
     recomputed_tokens: int
-    """Computed again: after preemptions and moves, and where a cached prefix was lost."""
+    """Tokens computed more than once: after preemptions, moves and lost cached prefixes."""
     moves: int
     wait_mean_s: float
     wait_p95_s: float
-    """Of a turn, from asking to being computed."""
+    """Both: from the request for a turn to the start of its computation."""
     group_spread_s: float
-    """From a group's first rollout to end to its last, on average."""
+    """Mean time between the ends of a group's first and last rollout."""
     kv_demand: float
-    """Final tokens of all rollouts over the KV of all engines."""
+    """Final tokens of all rollouts / KV capacity of all engines."""
     cold_makespan_s: float | None = None
-    """Of the step before, in which a learning policy knew nothing yet."""
+    """Makespan of the step before, in which a learning policy started without knowledge."""
 
     @property
     def ratio(self) -> float:
-        """Times the lower bound."""
+        """Makespan / lower bound."""
         return self.makespan_s / self.bound_s
 
 
 def measure(
     workload: Workload, config: SchedulerConfig, *, before: Workload | None = None
-) -> Result:
-    """Simulate one step; a learning policy has been through the step `before` it."""
+) -> PolicyResult:
+    """Simulate one RL step; a learning policy first runs through the step `before`."""
     scheduler: Scheduler | None = None
     cold: float | None = None
     if before is not None and config.policy in LEARNING:
@@ -72,17 +72,17 @@ def measure(
 
 def summarize(
     simulation: Simulation, policy: str, *, cold_makespan_s: float | None = None
-) -> Result:
-    """The figures of a simulation that has ended."""
+) -> PolicyResult:
+    """The figures of a finished simulation."""
     workload, now = simulation.workload, simulation.now
     tallies = [engine.tally for engine in simulation.engines]
     time = now * len(tallies)
-    waits = np.array(simulation.observed.waits)
+    waits = np.array(simulation.log.waits)
     ends: dict[str, list[float]] = {}
     for plan in workload.rollouts:
         ends.setdefault(plan.group, []).append(simulation.ends[plan.id])
     capacity = workload.model.kv_tokens * workload.engines
-    return Result(
+    return PolicyResult(
         workload=workload.name,
         policy=policy,
         makespan_s=now,
@@ -93,7 +93,7 @@ def summarize(
         preemptions=sum(t.preemptions for t in tallies),
         sampled_tokens=sum(t.decoded for t in tallies),
         recomputed_tokens=sum(t.recomputed for t in tallies),
-        moves=simulation.observed.moves,
+        moves=simulation.log.moves,
         wait_mean_s=float(waits.mean()),
         wait_p95_s=float(np.quantile(waits, 0.95)),
         group_spread_s=float(np.mean([max(e) - min(e) for e in ends.values()])),
@@ -103,8 +103,8 @@ def summarize(
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One cell of the table, small enough to be sent to another process."""
+class ComparisonCase:
+    """One cell of the table; small enough to send to another process."""
 
     shape: str
     policy: str
@@ -112,56 +112,56 @@ class Case:
     scale: float
     cold: bool = False
 
-    def run(self) -> Result:
+    def run(self) -> PolicyResult:
         shape = SHAPES[self.shape]
-        before = None if self.cold else draw(shape, self.seed + 1, scale=self.scale)
+        before = None if self.cold else draw_workload(shape, self.seed + 1, scale=self.scale)
         config = SchedulerConfig.model_validate({"policy": self.policy})
-        return measure(draw(shape, self.seed, scale=self.scale), config, before=before)
+        return measure(draw_workload(shape, self.seed, scale=self.scale), config, before=before)
 
 
 # --------------------------------------------------------------------------- reading the results
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """How ours did in one workload, against the targets."""
+class TargetCheck:
+    """Our policy's figures in one workload, compared with the targets."""
 
     workload: str
     ratio: float
     behind_best: float
-    """Our makespan over the best rival's: below 1 we win."""
+    """Our makespan / the makespan of the best other policy."""
     best: str
     over_static: float
-    """Static split's makespan over ours."""
+    """Makespan of static_split / ours."""
     preemptions: int
     kv_short: bool
 
     @property
     def missed(self) -> tuple[str, ...]:
-        """Targets that were missed, in words."""
-        found = []
+        """The missed targets, as messages."""
+        messages = []
         if self.ratio > BOUND_TARGET:
-            found.append(f"{self.ratio:.3f}x the bound (target {BOUND_TARGET})")
+            messages.append(f"{self.ratio:.3f}x the bound (target {BOUND_TARGET})")
         if self.behind_best > RIVAL_TARGET:
-            found.append(f"{self.behind_best - 1:.1%} behind {self.best}")
+            messages.append(f"{self.behind_best - 1:.1%} behind {self.best}")
         if self.kv_short and self.over_static < STATIC_TARGET:
-            found.append(f"{self.over_static:.2f}x static split (target {STATIC_TARGET})")
+            messages.append(f"{self.over_static:.2f}x static split (target {STATIC_TARGET})")
         if self.preemptions:
-            found.append(f"{self.preemptions} preemptions")
-        return tuple(found)
+            messages.append(f"{self.preemptions} preemptions")
+        return tuple(messages)
 
 
-def verdicts(results: Sequence[Result]) -> list[Verdict]:
-    """One per workload that ours and a rival were run on."""
-    found = []
+def check_targets(results: Sequence[PolicyResult]) -> list[TargetCheck]:
+    """One per workload that has results of our policy and at least one other."""
+    checks = []
     for name, row in _rows(results).items():
         rivals = [r for r in row.values() if r.policy not in (OURS, "worst_case")]
         if OURS not in row or not rivals:
             continue
         ours, best = row[OURS], min(rivals, key=lambda r: r.makespan_s)
         static = row.get("static_split")
-        found.append(
-            Verdict(
+        checks.append(
+            TargetCheck(
                 workload=name,
                 ratio=ours.ratio,
                 behind_best=ours.makespan_s / best.makespan_s,
@@ -171,30 +171,33 @@ def verdicts(results: Sequence[Result]) -> list[Verdict]:
                 kv_short=any(r.preemptions for r in rivals),
             )
         )
-    return found
+    return checks
 
 
-def table(results: Sequence[Result]) -> str:
-    """Makespans over the lower bound, a row per workload, as Markdown."""
+def table(results: Sequence[PolicyResult]) -> str:
+    """Makespan / lower bound, one row per workload, as Markdown."""
     rows = _rows(results)
     policies = list(dict.fromkeys(r.policy for r in results))
-    judged = {verdict.workload: verdict for verdict in verdicts(results)}
-    head = ["workload", "bound, s", *policies, "static / ours", "ours / best rival"]
+    checks = {check.workload: check for check in check_targets(results)}
+    head = ["workload", "bound, s", *policies, "static / ours", "ours / best other"]
     body = []
     for name, row in rows.items():
         bound = next(iter(row.values())).bound_s
         cells = [f"{row[p].ratio:.3f}{'*' * bool(row[p].preemptions)}" for p in policies]
-        verdict = judged.get(name)
-        static = f"{verdict.over_static:.2f}" if verdict else ""
-        best = f"{verdict.behind_best:.3f} ({verdict.best})" if verdict else ""
+        check = checks.get(name)
+        static = f"{check.over_static:.2f}" if check else ""
+        best = f"{check.behind_best:.3f} ({check.best})" if check else ""
         body.append([name, f"{bound:.0f}", *cells, static, best])
-    return _markdown(head, body) + "\n\nmakespan / lower bound; * with preemptions"
+    return (
+        _markdown(head, body) + "\n\nCells: makespan / lower bound. * marks runs with preemptions."
+    )
 
 
-def details(results: Iterable[Result]) -> str:
-    """Everything that was measured, a row per workload and policy, as Markdown."""
+def details(results: Iterable[PolicyResult]) -> str:
+    """All figures, one row per workload and policy, as Markdown."""
     head = (
-        "workload policy makespan,s /bound idle kv kv-peak preempt twice moved wait,s p95 spread,s"
+        "workload policy makespan,s /bound idle kv kv-peak preempted recomputed moved wait,s "
+        "wait-p95,s spread,s"
     )
     body = [
         [
@@ -217,8 +220,8 @@ def details(results: Iterable[Result]) -> str:
     return _markdown(head.split(), body)
 
 
-def _rows(results: Iterable[Result]) -> dict[str, dict[str, Result]]:
-    rows: dict[str, dict[str, Result]] = {}
+def _rows(results: Iterable[PolicyResult]) -> dict[str, dict[str, PolicyResult]]:
+    rows: dict[str, dict[str, PolicyResult]] = {}
     for result in results:
         rows.setdefault(result.workload, {})[result.policy] = result
     return rows
@@ -233,18 +236,20 @@ def _markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     )
 
 
-def run_cases(cases: Sequence[Case], *, jobs: int, done: Callable[[Result], None]) -> list[Result]:
-    """All cells in their order, on `jobs` processes."""
-    found: list[Result] = []
+def run_cases(
+    cases: Sequence[ComparisonCase], *, jobs: int, done: Callable[[PolicyResult], None]
+) -> list[PolicyResult]:
+    """Run all cells on `jobs` processes; results are in the order of the cases."""
+    results: list[PolicyResult] = []
     if jobs == 1:
         for case in cases:
-            found.append(case.run())
-            done(found[-1])
-        return found
+            results.append(case.run())
+            done(results[-1])
+        return results
     from concurrent.futures import ProcessPoolExecutor
 
     with ProcessPoolExecutor(jobs) as pool:
-        for result in pool.map(Case.run, cases):
-            found.append(result)
+        for result in pool.map(ComparisonCase.run, cases):
+            results.append(result)
             done(result)
-    return found
+    return results

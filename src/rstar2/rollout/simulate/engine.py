@@ -1,22 +1,21 @@
-"""One modelled engine: continuous batching over a block-wise KV cache, as vLLM does it.
+"""One simulated engine: continuous batching over a paged KV cache, as in vLLM.
 
-What it does, in the order of one step's planning:
-- Sequences that run need a new block every `block_tokens` tokens. When there is none, not even by
-  forgetting cached prefixes, the youngest running sequence is preempted: it loses its blocks and
-  goes to the head of the queue with the tokens it has, to be computed again.
+Every step is planned in this order:
+- Running sequences need a new block every `block_tokens` tokens. If none is free, even after
+  dropping cached prefixes, the youngest running sequence is preempted: it loses its blocks and
+  returns to the head of the queue, to be recomputed with the tokens it has.
 - Otherwise waiting sequences are admitted, first come first served, while there is a slot and
-  blocks for all their tokens.
-- Prompts are computed in chunks beside the decoding, `batch_tokens` in one step at most; the step
-  that completes a prompt samples the first token.
-- Blocks of ended and preempted sequences stay as cached prefixes until somebody needs the room
+  there are blocks for all their tokens.
+- Prompts are computed in chunks beside decoding, at most `batch_tokens` per step; the step that
+  completes a prompt samples the first token.
+- Blocks of finished and preempted sequences stay as cached prefixes until the room is needed
   (least recently used first, the end of a prefix before its beginning). Sequences of one group
   share the full blocks of their common prompt.
 
-Steps in which nothing but decoding happens are not simulated one by one: with B sequences and C
-tokens of context, n steps take n (step_s + sequence_s B + context_s C) + context_s B n (n-1) / 2,
-so the time of the next event (a sequence ends, blocks run out, somebody arrives) is computed at
-once. Blocks are counted exactly, through how many sequences fill a block at each step mod
-`block_tokens`.
+Steps that only decode are not simulated one by one: with B sequences and C tokens of context,
+n steps take n (step_s + sequence_s B + context_s C) + context_s B n (n-1) / 2, so the time of the
+next event (a sequence ends, blocks run out, a sequence arrives) is computed directly. Blocks are
+counted exactly, by the number of sequences that fill a block at each step mod `block_tokens`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from rstar2.types import EngineLoad
 
 
 @dataclass(slots=True)
-class Sequence:
+class EngineSequence:
     """One turn of a rollout on an engine."""
 
     session: str
@@ -40,16 +39,16 @@ class Sequence:
     prompt: int
     """Tokens at the start of the turn."""
     new: int
-    """Tokens that it is going to sample."""
+    """Tokens that the turn will sample."""
     shared_tokens: int
-    """How much of the prompt is the group's."""
+    """Prompt tokens that the whole group shares."""
     computed: int = 0
-    """Tokens whose KV was computed before, here or elsewhere: again means twice."""
+    """Tokens whose KV was computed before, on any engine; used to count recomputed tokens."""
     generated: int = 0
     shared: int = 0
     """Blocks of the group's prompt that it uses."""
     fill: int = 0
-    """Tokens still to be computed before it decodes."""
+    """Prompt tokens still to compute before it decodes."""
     joined: int = 0
     finish: int = 0
     phase: int = -1
@@ -58,17 +57,17 @@ class Sequence:
 
     @property
     def tokens(self) -> int:
-        """At the last boundary at which it was looked at."""
+        """Tokens when it was last updated."""
         return self.prompt + self.generated
 
 
 @dataclass(slots=True)
 class EngineTally:
-    """What an engine did, summed up."""
+    """Totals of one engine."""
 
     busy_s: float = 0.0
     kv_s: float = 0.0
-    """Integral of used KV (as a share) over time."""
+    """Integral over time of the share of KV in use."""
     kv_peak: float = 0.0
     preemptions: int = 0
     steps: int = 0
@@ -78,16 +77,16 @@ class EngineTally:
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What happened at a boundary."""
+class StepEvents:
+    """What happened at the end of the planned steps."""
 
-    finished: list[Sequence] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
+    finished: list[EngineSequence] = field(default_factory=list)
+    admitted: list[EngineSequence] = field(default_factory=list)
+    preempted: list[EngineSequence] = field(default_factory=list)
 
 
 class SimulatedEngine:
-    """Driven from outside: `add` sequences, call `boundary` at `next_time`."""
+    """Driven by the caller: `add` sequences, call `finish_steps` at `next_time`."""
 
     def __init__(self, name: str, model: EngineModel) -> None:
         self.name = name
@@ -98,16 +97,16 @@ class SimulatedEngine:
         self._reset()
 
     def _reset(self) -> None:
-        """Nothing runs, waits or is cached."""
+        """Clear everything that runs, waits or is cached."""
         self.step = 0
         self.next_time = inf
-        """When the planned steps end; infinite while there is nothing to do."""
+        """When the planned steps end; infinite while the engine is idle."""
         self._start = 0.0
         self._planned = 0
-        self._chunks: list[tuple[Sequence, int]] = []
-        self._waiting: deque[Sequence] = deque()
-        self._running: dict[str, Sequence] = {}
-        self._filling: deque[Sequence] = deque()
+        self._chunks: list[tuple[EngineSequence, int]] = []
+        self._waiting: deque[EngineSequence] = deque()
+        self._running: dict[str, EngineSequence] = {}
+        self._filling: deque[EngineSequence] = deque()
         self._finishing: list[tuple[int, str]] = []
         self._needs = [0] * self.block
         self._decoding = 0
@@ -117,25 +116,27 @@ class SimulatedEngine:
         self._cached = 0
         self._group_users: dict[str, int] = {}
 
-    # ------------------------------------------------------------------ from outside
+    # ------------------------------------------------------------------ interface
 
-    def add(self, sequence: Sequence, now: float) -> None:
-        """A turn arrives: it is looked at when the step under way ends."""
+    def add(self, sequence: EngineSequence, now: float) -> None:
+        """Queue a turn; it is considered when the current step ends."""
         blocked = bool(self._waiting)
         self._waiting.append(sequence)
         if self.next_time == inf:
             self._start, self._planned, self.next_time = now, 0, now
-        elif self._planned > 1 and not blocked:  # behind a blocked one nothing changes earlier
+        elif (
+            self._planned > 1 and not blocked
+        ):  # behind a blocked sequence nothing can start earlier
             self._planned = self._steps_by(now)
             self.next_time = self._start + self._duration(self._planned)
 
     def release(self, session: str) -> None:
-        """The rollout is over or has moved: its cached prefix may go."""
+        """The rollout has ended or moved: its cached prefix may be freed."""
         if self.model.forgets:
             self._cached -= self._cache.pop(session, 0)
 
     def load(self, now: float) -> EngineLoad:
-        """What it would report."""
+        """The load that the engine would report."""
         share = 0.0
         if self._planned and self.next_time > self._start:
             share = min(1.0, (now - self._start) / (self.next_time - self._start))
@@ -149,15 +150,15 @@ class SimulatedEngine:
             version=0,
         )
 
-    def boundary(self, now: float) -> Outcome:
-        """The planned steps have ended: account for them and plan the next."""
-        outcome = Outcome()
-        self._commit(now, outcome)
-        self._make_room(outcome)
-        if not outcome.preempted:
-            self._admit(now, outcome)
+    def finish_steps(self, now: float) -> StepEvents:
+        """The planned steps have ended: account for them and plan the next ones."""
+        events = StepEvents()
+        self._commit(now, events)
+        self._make_room(events)
+        if not events.preempted:
+            self._admit(now, events)
         self._plan(now)
-        return outcome
+        return events
 
     # ------------------------------------------------------------------ time
 
@@ -183,7 +184,7 @@ class SimulatedEngine:
         return steps
 
     def _plan(self, now: float) -> None:
-        """Decide what the next steps are and when they end."""
+        """Plan the next steps and when they end."""
         self._start, self._chunks = now, []
         model = self.model
         if self._filling:
@@ -215,7 +216,7 @@ class SimulatedEngine:
             heappop(self._finishing)
 
     def _until_full(self) -> int:
-        """Steps that can be made before a block is missing (at least 1 after `_make_room`)."""
+        """Steps until a block is missing (at least 1 after `_make_room`)."""
         cycles, free = divmod(self.total - self._used, self._decoding)
         for extra in range(self.block):
             free -= self._needs[(self.step + extra) % self.block]
@@ -223,9 +224,9 @@ class SimulatedEngine:
                 return cycles * self.block + extra
         return cycles * self.block + self.block
 
-    # ------------------------------------------------------------------ what steps do
+    # ------------------------------------------------------------------ steps
 
-    def _commit(self, now: float, outcome: Outcome) -> None:
+    def _commit(self, now: float, events: StepEvents) -> None:
         steps, before = self._planned, self._used
         if steps:
             cycles, rest = divmod(steps, self.block)
@@ -249,23 +250,23 @@ class SimulatedEngine:
             if sequence is not None and sequence.phase >= 0 and sequence.finish == finish:
                 self._stop_decoding(sequence)
                 self._leave(sequence)
-                outcome.finished.append(sequence)
+                events.finished.append(sequence)
         for sequence, chunk in self._chunks:
             sequence.fill -= chunk
             self.tally.prefilled += chunk
             if not sequence.fill:
                 self._filling.remove(sequence)
-                self._decode(sequence, outcome)
+                self._decode(sequence, events)
         self._chunks = []
 
-    def _decode(self, sequence: Sequence, outcome: Outcome) -> None:
-        """Its tokens are computed: the first new one is there, the others follow."""
+    def _decode(self, sequence: EngineSequence, events: StepEvents) -> None:
+        """Its prompt is computed, which gives the first new token; it decodes from here on."""
         sequence.generated += 1
         self.tally.decoded += 1
         sequence.computed = max(sequence.computed, sequence.tokens - 1)
         if sequence.generated >= sequence.new:
             self._leave(sequence)
-            outcome.finished.append(sequence)
+            events.finished.append(sequence)
             return
         tokens = sequence.tokens
         sequence.joined = self.step
@@ -276,7 +277,7 @@ class SimulatedEngine:
         self._context += tokens
         heappush(self._finishing, (sequence.finish, sequence.session))
 
-    def _stop_decoding(self, sequence: Sequence) -> None:
+    def _stop_decoding(self, sequence: EngineSequence) -> None:
         self._needs[sequence.phase] -= 1
         sequence.phase = -1
         sequence.generated += self.step - sequence.joined
@@ -289,17 +290,17 @@ class SimulatedEngine:
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block)
 
-    def _private(self, sequence: Sequence) -> int:
-        """Blocks that it alone holds: before it decodes those for its next token too."""
+    def _private(self, sequence: EngineSequence) -> int:
+        """Blocks that only this sequence holds; before decoding, including one more token."""
         return self._blocks(sequence.tokens + (sequence.fill > 0)) - sequence.shared
 
-    def _make_room(self, outcome: Outcome) -> None:
-        """Preempt the youngest until the next step has its blocks."""
+    def _make_room(self, events: StepEvents) -> None:
+        """Preempt the youngest sequences until the next step has its blocks."""
         while self._decoding and (self._needs[self.step % self.block] > self.total - self._used):
             name = next(reversed(self._running))
             sequence = self._running[name]
             if len(self._running) == 1:
-                raise InvariantError(f"{name} alone does not fit {self.name}")
+                raise InvariantError(f"{name} does not fit {self.name} even alone")
             if sequence.phase >= 0:
                 self._stop_decoding(sequence)
             else:
@@ -307,10 +308,10 @@ class SimulatedEngine:
             self._leave(sequence)
             self._waiting.appendleft(sequence)
             self.tally.preemptions += 1
-            outcome.preempted.append(sequence)
+            events.preempted.append(sequence)
 
-    def _admit(self, now: float, outcome: Outcome) -> None:
-        free = self.total - self._needs[self.step % self.block]  # the running come first
+    def _admit(self, now: float, events: StepEvents) -> None:
+        free = self.total - self._needs[self.step % self.block]  # running sequences come first
         while self._waiting and len(self._running) < self.model.max_sequences:
             sequence = self._waiting[0]
             tokens = sequence.tokens
@@ -329,24 +330,24 @@ class SimulatedEngine:
             self.tally.recomputed += max(0, min(sequence.computed, tokens) - start)
             self._running[sequence.session] = sequence
             self._filling.append(sequence)
-            outcome.admitted.append(sequence)
+            events.admitted.append(sequence)
             if sequence.admitted_at < 0:
                 sequence.admitted_at = now
             self._trim()
         self.tally.kv_peak = max(self.tally.kv_peak, self._used / self.total)
 
-    def _take_cached(self, sequence: Sequence, shared: int, pinned: int) -> int:
-        """Blocks of its prefix that need not be computed; they leave the cache of the unused."""
+    def _take_cached(self, sequence: EngineSequence, shared: int, pinned: int) -> int:
+        """Take the sequence's cached prefix blocks out of the cache; returns how many it reuses."""
         own = self._cache.pop(sequence.session, 0)
         self._cached -= own
         if pinned:
             return pinned + own
-        found = self._cache.pop("group " + sequence.group, 0)
-        self._cached -= found
-        return min(found, shared) + (own if found >= shared else 0)
+        group = self._cache.pop("group " + sequence.group, 0)
+        self._cached -= group
+        return min(group, shared) + (own if group >= shared else 0)
 
-    def _leave(self, sequence: Sequence) -> None:
-        """It stops running: its full blocks stay as a cached prefix while there is room."""
+    def _leave(self, sequence: EngineSequence) -> None:
+        """Stop running it; its full blocks stay as a cached prefix while there is room."""
         del self._running[sequence.session]
         filled = sequence.tokens - (sequence.fill or 1)  # the last sampled token has no KV yet
         sequence.computed = max(sequence.computed, filled)
@@ -368,22 +369,22 @@ class SimulatedEngine:
         sequence.shared = 0
 
     def _trim(self) -> None:
-        """Forget cached prefixes that are in the way, least recently used first."""
+        """Drop cached prefixes until everything fits, least recently used first."""
         excess = self._used + self._cached - self.total
         while excess > 0:
             key, blocks = next(iter(self._cache.items()))
-            gone = min(blocks, excess)
-            if gone == blocks:
+            dropped = min(blocks, excess)
+            if dropped == blocks:
                 del self._cache[key]
             else:
-                self._cache[key] = blocks - gone
-            self._cached -= gone
-            excess -= gone
+                self._cache[key] = blocks - dropped
+            self._cached -= dropped
+            excess -= dropped
 
-    # ------------------------------------------------------------------ death
+    # ------------------------------------------------------------------ crash
 
-    def die(self) -> list[Sequence]:
-        """Everything is lost; returns the turns that were here."""
+    def crash(self) -> list[EngineSequence]:
+        """Lose everything; returns the turns that were running or waiting here."""
         lost = [*self._running.values(), *self._waiting]
         self._reset()
         return lost

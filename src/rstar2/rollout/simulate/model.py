@@ -1,4 +1,4 @@
-"""How fast an engine is and what it holds, as numbers: measured, or worked out from data sheets.
+"""The speed and capacity of an engine as numbers, measured or derived from data sheets.
 
 One step of an engine (every running rollout gets a token, waiting prompts are computed beside)
 takes
@@ -6,11 +6,11 @@ takes
     step_s + sequence_s * decoding + context_s * sum(context of the decoding)
            + prefill_s * prompt tokens + pair_s * (prompt token, earlier token) pairs
 
-seconds. The five figures come from `fit` over measured steps of a real engine, or from
-`from_hardware`. The form is linear on purpose: it is what makes the lower bound (`bound.py`)
-exact, and a fit states how far it is from the measurements.
+seconds. The five coefficients come from `fit_engine` over measured steps of a real engine, or from
+`from_hardware`. The form is linear so that the lower bound (`lower_bound.py`) is exact; a fit
+states its error.
 
-As JSON, either the figures themselves (`EngineModel.to_json` writes them) or measured steps:
+The JSON file has either the coefficients (written by `EngineModel.to_json`) or measured steps:
 
     {"name": "vllm-tiny", "kv_tokens": 2048, "block_tokens": 32, "max_sequences": 64,
      "rows": [{"batch": 8, "context": 1024, "prefill": 0, "seconds": 0.0031}, ...]}
@@ -32,18 +32,18 @@ from rstar2.types import EngineCapacity
 
 
 @dataclass(frozen=True, slots=True)
-class StepRow:
+class MeasuredStep:
     """One measured step, or the mean of equal ones."""
 
     batch: int
-    """Rollouts that decoded one token."""
+    """Rollouts that decoded a token."""
     context: int
-    """Tokens that these held together before the step."""
+    """Sum of their tokens before the step."""
     seconds: float
     prefill: int = 0
     """Prompt tokens computed in the same step."""
     pairs: int = 0
-    """For every prompt token of the step the tokens before it, summed."""
+    """Sum over the prompt tokens of the step of the number of tokens before each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +55,19 @@ class EngineModel:
     block_tokens: int = 16
     max_sequences: int = 256
     batch_tokens: int = 8192
-    """Tokens computed in one step at most: decoding first, prompts with what is left."""
+    """Most tokens computed in one step: decoding first, the rest for prompts."""
     step_s: float = 0.0
     sequence_s: float = 0.0
     context_s: float = 0.0
     prefill_s: float = 0.0
     pair_s: float = 0.0
     forgets: bool = False
-    """Whether a released prefix is freed at once (ours) or ages in the cache (vLLM)."""
+    """Whether a released prefix is freed at once (embedded engine) or ages in the cache (vLLM)."""
     source: str = ""
-    """Where the figures come from."""
+    """Where the coefficients come from."""
 
     def capacity(self, max_length: int) -> EngineCapacity:
-        """What the engine tells the scheduler."""
+        """The capacity that the engine reports to the scheduler."""
         return EngineCapacity(self.kv_tokens, self.max_sequences, max_length, self.block_tokens)
 
     def step(self, batch: int, context: int, prefill: int = 0, pairs: int = 0) -> float:
@@ -85,12 +85,12 @@ class EngineModel:
 
     @staticmethod
     def from_json(path: Path) -> EngineModel:
-        """Read figures, or fit them to the measured steps in the file."""
+        """Read coefficients, or fit them to the measured steps in the file."""
         try:
             values = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-            rows = msgspec.convert(values.pop("rows", None), list[StepRow] | None)
+            rows = msgspec.convert(values.pop("rows", None), list[MeasuredStep] | None)
         except (OSError, msgspec.MsgspecError) as error:
-            raise DataError(f"{path}: no engine model can be read: {error}") from error
+            raise DataError(f"{path}: cannot read an engine model: {error}") from error
         known = {field.name for field in fields(EngineModel)}
         if unknown := sorted(values.keys() - known):
             raise DataError(
@@ -99,12 +99,12 @@ class EngineModel:
         if missing := sorted({"name", "kv_tokens"} - values.keys()):
             raise DataError(f"{path}: {missing[0]!r} is missing")
         model = msgspec.convert(values, EngineModel)
-        return fit(model, rows).model if rows else model
+        return fit_engine(model, rows).model if rows else model
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """A model fitted to measured steps, and how far off it is (relative errors)."""
+class EngineFit:
+    """A model fitted to measured steps, with its relative errors."""
 
     model: EngineModel
     median_error: float
@@ -112,25 +112,27 @@ class Fit:
     rows: int
 
 
-def fit(model: EngineModel, rows: Sequence[StepRow]) -> Fit:
-    """Least squares of relative errors, no figure negative; the sizes are the given model's."""
+def fit_engine(model: EngineModel, rows: Sequence[MeasuredStep]) -> EngineFit:
+    """Non-negative least squares of relative errors; sizes are taken from the given model."""
     if len(rows) < 3:
-        raise DataError(f"{model.name}: {len(rows)} measured steps cannot fix an engine's speed")
+        raise DataError(
+            f"{model.name}: {len(rows)} measured steps are too few to fit an engine's speed (3 at least)"
+        )
     if bad := next((r for r in rows if r.seconds <= 0), None):
-        raise DataError(f"{model.name}: a step of {bad.seconds} s cannot be: {bad}")
+        raise DataError(f"{model.name}: a step cannot take {bad.seconds} s: {bad}")
     seconds = np.array([row.seconds for row in rows])
     columns = np.array([[1, r.batch, r.context, r.prefill, r.pairs] for r in rows], dtype=float)
-    scale = np.maximum(columns.max(axis=0), 1.0)  # so that figures of all sizes are seen
-    found, _ = nnls(columns / scale / seconds[:, None], np.ones(len(rows)))
-    figures = [float(x) for x in found / scale]
-    errors = np.abs(columns @ np.array(figures) / seconds - 1)
+    scale = np.maximum(columns.max(axis=0), 1.0)  # so that coefficients of all magnitudes count
+    solution, _ = nnls(columns / scale / seconds[:, None], np.ones(len(rows)))
+    coefficients = [float(x) for x in solution / scale]
+    errors = np.abs(columns @ np.array(coefficients) / seconds - 1)
     names = ("step_s", "sequence_s", "context_s", "prefill_s", "pair_s")
     fitted = replace(
         model,
-        **dict(zip(names, figures, strict=True)),  # type: ignore[arg-type]
+        **dict(zip(names, coefficients, strict=True)),  # type: ignore[arg-type]
         source=model.source or f"fitted to {len(rows)} measured steps",
     )
-    return Fit(fitted, float(np.median(errors)), float(errors.max()), len(rows))
+    return EngineFit(fitted, float(np.median(errors)), float(errors.max()), len(rows))
 
 
 # --------------------------------------------------------------------------- from data sheets
@@ -138,7 +140,7 @@ def fit(model: EngineModel, rows: Sequence[StepRow]) -> Fit:
 
 @dataclass(frozen=True, slots=True)
 class Transformer:
-    """What of a dense transformer decides memory and speed."""
+    """The sizes of a dense transformer that decide memory and speed."""
 
     parameters: float
     layers: int
@@ -149,13 +151,13 @@ class Transformer:
 
     @property
     def kv_bytes(self) -> int:
-        """KV cache of one token: a key and a value per layer and KV head."""
+        """KV bytes of one token: a key and a value per layer and KV head."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One GPU as its data sheet has it, and how much of that inference reaches."""
+    """One GPU: data-sheet figures and the shares of them that inference reaches."""
 
     name: str
     memory_bytes: float
@@ -169,9 +171,9 @@ QWEN3_14B = Transformer(parameters=14.8e9, layers=40, kv_heads=8, head_dim=128, 
 MI300X = Accelerator("MI300X", memory_bytes=192e9, bandwidth=5.3e12, flops=1.307e15)
 
 OVERHEAD_BYTES = 6e9
-"""Activations, communication buffers and captured graphs of one GPU (an estimate)."""
+"""Activations, communication buffers and captured graphs per GPU (an estimate)."""
 OVERHEAD_S = 0.003
-"""Per step: launching, sampling, 2 x layers all-reduces of tensor parallelism (an estimate)."""
+"""Per step: kernel launches, sampling, 2 x layers all-reduces of tensor parallelism (estimate)."""
 
 
 def from_hardware(
@@ -183,11 +185,11 @@ def from_hardware(
     max_sequences: int = 1024,
     block_tokens: int = 16,
 ) -> EngineModel:
-    """An engine worked out from sizes: what fits, and roofline speeds.
+    """An engine model from data sheets: KV capacity from memory, speed from the roofline.
 
     KV tokens = tp * (memory * share - weights / tp - overhead) / bytes per token. A step reads all
-    weights once, a decoded token reads its context's KV and costs 2 FLOPs a parameter; a prompt
-    token costs as many FLOPs, and attention 4 * heads * head_dim FLOPs a layer for every pair.
+    weights once; a decoded token reads its context's KV and costs 2 FLOPs per parameter; a prompt
+    token costs the same FLOPs, and attention 4 * heads * head_dim FLOPs per layer and pair.
     """
     weights = model.parameters * model.bytes
     kv_bytes = (

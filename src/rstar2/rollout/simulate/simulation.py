@@ -1,11 +1,11 @@
-"""A step's rollouts through the real scheduler and modelled engines, by discrete events.
+"""Discrete-event simulation: one RL step's rollouts, the real scheduler, simulated engines.
 
-    scheduler.decide ──> engine.add ... engine.boundary ──> scheduler.turn_ended
-          ^                                                       │
-          └──── scheduler.submit <──── tools (their latency) <────┘
+    scheduler.decide ──> engine.add ... engine.finish_steps ──> scheduler.turn_ended
+          ^                                                           │
+          └────── scheduler.submit <────── tools (their latency) <────┘
 
-Deterministic: events at equal times are taken in the order in which they were made, and nothing
-is drawn here. Every rollout ends exactly once, or the simulation raises.
+Deterministic: events at equal times are handled in the order of their creation, and there are no
+random draws. Every rollout ends exactly once, or the simulation raises.
 """
 
 from __future__ import annotations
@@ -18,28 +18,27 @@ from math import inf
 
 from rstar2.config import SchedulerConfig
 from rstar2.errors import InvariantError
-from rstar2.rollout.scheduler import Request, Scheduler
-from rstar2.rollout.simulate.engine import Outcome, SimulatedEngine
-from rstar2.rollout.simulate.engine import Sequence as EngineSequence
+from rstar2.rollout.scheduler import Scheduler, TurnRequest
+from rstar2.rollout.simulate.engine import EngineSequence, SimulatedEngine, StepEvents
 from rstar2.rollout.simulate.workload import RolloutPlan, Workload
-from rstar2.rollout.timeline import Span
+from rstar2.rollout.timeline import TimelineSpan
 
 REPORT_S = 1.0
-"""How often engines tell their load, as metrics are polled."""
+"""Interval of the engines' load reports, as when metrics are polled."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """At `time` the engine dies; at `back` it serves again."""
+class EngineCrash:
+    """The engine crashes at `time` and serves again from `restart`."""
 
     time: float
     engine: int
-    back: float = inf
+    restart: float = inf
 
 
 @dataclass(slots=True)
-class _Rollout:
-    """How far a rollout has come."""
+class _SimulatedRollout:
+    """The progress of one rollout."""
 
     plan: RolloutPlan
     turn: int = 0
@@ -51,19 +50,19 @@ class _Rollout:
 
 
 @dataclass(slots=True)
-class Observed:
-    """What was seen during a simulation."""
+class SimulationLog:
+    """What a simulation recorded."""
 
     waits: list[float] = field(default_factory=list)
-    """Per turn: from asking to the first of its tokens being computed."""
+    """Per turn: seconds from the request to the start of its computation."""
     moves: int = 0
     evictions: int = 0
     turns: int = 0
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TimelineSpan] = field(default_factory=list)
 
 
 class Simulation:
-    """One policy, one workload."""
+    """One workload under one policy."""
 
     def __init__(
         self,
@@ -71,7 +70,7 @@ class Simulation:
         config: SchedulerConfig,
         *,
         scheduler: Scheduler | None = None,
-        faults: Iterable[Fault] = (),
+        crashes: Iterable[EngineCrash] = (),
         spans: bool = False,
     ) -> None:
         self.workload = workload
@@ -80,24 +79,24 @@ class Simulation:
             SimulatedEngine(f"engine-{i}", workload.model) for i in range(workload.engines)
         ]
         self.now = 0.0
-        self.observed = Observed()
+        self.log = SimulationLog()
         self._by_name = {engine.name: engine for engine in self.engines}
         self._spans = spans
         self._open: dict[str, tuple[str, str, float]] = {}
-        self._rollouts = {plan.id: _Rollout(plan) for plan in workload.rollouts}
+        self._rollouts = {plan.id: _SimulatedRollout(plan) for plan in workload.rollouts}
         if len(self._rollouts) != len(workload.rollouts):
-            raise InvariantError("two rollouts have one name")
+            raise InvariantError("two rollouts have the same id")
         self._left = len(self._rollouts)
         self._order = count()
         self._events: list[tuple[float, int, str, str]] = []
-        for fault in faults:
-            name = self.engines[fault.engine].name
-            self._at(fault.time, "die", name)
-            if fault.back < inf:
-                self._at(fault.back, "back", name)
+        for crash in crashes:
+            name = self.engines[crash.engine].name
+            self._at(crash.time, "crash", name)
+            if crash.restart < inf:
+                self._at(crash.restart, "restart", name)
 
     def run(self) -> None:
-        """Until every rollout has ended."""
+        """Run until every rollout has ended."""
         for engine in self.engines:
             if engine.name not in self.scheduler.engines:
                 self._join(engine.name)
@@ -107,25 +106,25 @@ class Simulation:
         self._at(REPORT_S, "report", "")
         self._decide()
         while self._left:
-            self._round()
+            self._next_events()
 
-    def _round(self) -> None:
-        """Everything that happens at the next point in time, then the decisions."""
+    def _next_events(self) -> None:
+        """Handle all events of the next point in time, then decide."""
         time = self._events[0][0]
         self.now = time
         while self._events and self._events[0][0] <= time:
             _, _, kind, name = heappop(self._events)
             match kind:
-                case "boundary":
+                case "steps":
                     if self._by_name[name].next_time <= time:
-                        self._boundary(self._by_name[name])
+                        self._finish_steps(self._by_name[name])
                 case "tools":
                     self._submit(self._rollouts[name])
                 case "report":
                     self._report()
-                case "die":
-                    self._die(name)
-                case "back":
+                case "crash":
+                    self._crash(name)
+                case "restart":
                     self._join(name)
         self._decide()
 
@@ -138,20 +137,20 @@ class Simulation:
         capacity = self.workload.model.capacity(self.workload.max_length)
         self.scheduler.join(name, capacity, 0)
 
-    def _submit(self, rollout: _Rollout) -> None:
+    def _submit(self, rollout: _SimulatedRollout) -> None:
         plan = rollout.plan
         rollout.asked = self.now
         self._mark(plan.id, "queued", "")
-        request = Request(plan.id, plan.group, rollout.held, plan.limit - rollout.held)
+        request = TurnRequest(plan.id, plan.group, rollout.held, plan.limit - rollout.held)
         self.scheduler.submit(request)
 
     def _decide(self) -> None:
         decision = self.scheduler.decide(self.now)
         for eviction in decision.evictions:
             self._by_name[eviction.engine].release(eviction.session)
-        self.observed.evictions += len(decision.evictions)
+        self.log.evictions += len(decision.evictions)
         for placement in decision.placements:
-            self.observed.moves += placement.moved
+            self.log.moves += placement.moved
             rollout = self._rollouts[placement.session]
             plan = rollout.plan
             rollout.sequence = EngineSequence(
@@ -167,25 +166,25 @@ class Simulation:
             before = engine.next_time
             engine.add(rollout.sequence, self.now)
             if engine.next_time != before:
-                self._at(engine.next_time, "boundary", engine.name)
+                self._at(engine.next_time, "steps", engine.name)
 
-    def _boundary(self, engine: SimulatedEngine) -> None:
-        outcome = engine.boundary(self.now)
-        for sequence in outcome.finished:
+    def _finish_steps(self, engine: SimulatedEngine) -> None:
+        events = engine.finish_steps(self.now)
+        for sequence in events.finished:
             self._finished(self._rollouts[sequence.session], sequence)
-        self._mark_outcome(engine, outcome)
+        self._mark_events(engine, events)
         if engine.next_time < inf:
-            self._at(engine.next_time, "boundary", engine.name)
+            self._at(engine.next_time, "steps", engine.name)
 
-    def _finished(self, rollout: _Rollout, sequence: EngineSequence) -> None:
-        """A turn has ended on its engine."""
+    def _finished(self, rollout: _SimulatedRollout, sequence: EngineSequence) -> None:
+        """A turn has finished on its engine."""
         plan, turn = rollout.plan, rollout.plan.turns[rollout.turn]
         last = rollout.turn == len(plan.turns) - 1
         rollout.held += turn.sampled
         rollout.computed = sequence.computed
         rollout.sequence = None
-        self.observed.turns += 1
-        self.observed.waits.append(sequence.admitted_at - rollout.asked)
+        self.log.turns += 1
+        self.log.waits.append(sequence.admitted_at - rollout.asked)
         truncated = last and plan.truncated
         self.scheduler.turn_ended(plan.id, rollout.held, truncated=truncated, now=self.now)
         if last:
@@ -196,7 +195,7 @@ class Simulation:
         rollout.turn += 1
         self._at(self.now + turn.tool_s, "tools", plan.id)
 
-    def _end(self, rollout: _Rollout) -> None:
+    def _end(self, rollout: _SimulatedRollout) -> None:
         if rollout.ended is not None:
             raise InvariantError(f"{rollout.plan.id} ended twice")
         rollout.ended = self.now
@@ -208,15 +207,17 @@ class Simulation:
 
     def _report(self) -> None:
         for name in self.scheduler.engines:
-            self.scheduler.reported(name, self._by_name[name].load(self.now))
+            self.scheduler.load_reported(name, self._by_name[name].load(self.now))
         self._at(self.now + REPORT_S, "report", "")
 
-    def _die(self, name: str) -> None:
-        """An engine dies: turns on it run again elsewhere, from their beginning."""
-        lost = {sequence.session for sequence in self._by_name[name].die()}
+    def _crash(self, name: str) -> None:
+        """An engine crashes: its turns run again on other engines, from their beginning."""
+        lost = {sequence.session for sequence in self._by_name[name].crash()}
         handed_back = self.scheduler.engine_lost(name)
         if lost != set(handed_back):
-            raise InvariantError(f"{name} lost {len(lost)} turns, {len(handed_back)} came back")
+            raise InvariantError(
+                f"{name} lost {len(lost)} turns, the scheduler returned {len(handed_back)}"
+            )
         for session in handed_back:
             rollout = self._rollouts[session]
             assert rollout.sequence is not None
@@ -224,37 +225,37 @@ class Simulation:
             rollout.sequence = None
             self._mark(session, "queued", "")
 
-    # ------------------------------------------------------------------ what was seen
+    # ------------------------------------------------------------------ log
 
     def _mark(self, session: str, state: str, engine: str) -> None:
-        """The session is in another state from now on."""
+        """Record that the session enters a state now; an empty state ends it."""
         if not self._spans:
             return
         before = self._open.pop(session, None)
         if before is not None and self.now > before[2]:
             old_state, old_engine, start = before
-            self.observed.spans.append(Span(old_engine, session, old_state, start, self.now))
+            self.log.spans.append(TimelineSpan(old_engine, session, old_state, start, self.now))
         if state:
             self._open[session] = (state, engine or (before[1] if before else ""), self.now)
 
-    def _mark_outcome(self, engine: SimulatedEngine, outcome: Outcome) -> None:
+    def _mark_events(self, engine: SimulatedEngine, events: StepEvents) -> None:
         if not self._spans:
             return
-        for sequence in outcome.preempted:
+        for sequence in events.preempted:
             self._mark(sequence.session, "preempted", engine.name)
-        for sequence in outcome.admitted:
+        for sequence in events.admitted:
             self._mark(sequence.session, "generating", engine.name)
 
     @property
     def ends(self) -> dict[str, float]:
-        """When each rollout ended."""
+        """The time at which each rollout ended."""
         return {name: r.ended for name, r in self._rollouts.items() if r.ended is not None}
 
 
 def simulate(
-    workload: Workload, config: SchedulerConfig, *, faults: Sequence[Fault] = ()
+    workload: Workload, config: SchedulerConfig, *, crashes: Sequence[EngineCrash] = ()
 ) -> Simulation:
-    """Run a workload under a policy to its end."""
-    simulation = Simulation(workload, config, faults=faults)
+    """Simulate a workload under a policy to its end."""
+    simulation = Simulation(workload, config, crashes=crashes)
     simulation.run()
     return simulation

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rstar2.rollout.lengths import LengthModel, bucket, first_of
+from rstar2.rollout.forecast import LengthModel, bucket, shortest_in
 
 
 def survival(model: LengthModel, completion: int, further: int) -> float:
@@ -89,8 +89,8 @@ def test_quantile_of_equal_chances() -> None:
 @given(st.integers(0, 10**6))
 def test_buckets_are_narrow_and_in_order(length: int) -> None:
     index = bucket(length)
-    assert first_of(index) <= length < first_of(index + 1)
-    assert first_of(index + 1) - first_of(index) <= max(1, length / 15)
+    assert shortest_in(index) <= length < shortest_in(index + 1)
+    assert shortest_in(index + 1) - shortest_in(index) <= max(1, length / 15)
 
 
 @settings(deadline=None)
