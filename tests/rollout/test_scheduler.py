@@ -22,7 +22,7 @@ def capacity(kv: int, sequences: int = 64, block: int = 1) -> EngineCapacity:
 
 
 def scheduler(*kvs: int, policy: str = "worst_case", **kwargs: int) -> Scheduler:
-    made = Scheduler(SchedulerConfig(policy=policy))  # type: ignore[arg-type]
+    made = Scheduler(SchedulerConfig(policy=policy))
     for index, kv in enumerate(kvs):
         made.join(f"e{index}", capacity(kv, **kwargs), 0)
     return made
@@ -341,7 +341,7 @@ class Workload:
         self.random = random.Random(seed)
         self.reserving = policy in ("reserve", "worst_case")
         self.made = Scheduler(
-            SchedulerConfig(policy=policy),  # type: ignore[arg-type]
+            SchedulerConfig(policy=policy),
             LengthModel(least=4),
         )
         self.limit = 120

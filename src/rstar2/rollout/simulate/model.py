@@ -116,7 +116,7 @@ def fit_engine(model: EngineModel, rows: Sequence[MeasuredStep]) -> EngineFit:
     """Non-negative least squares of relative errors; sizes are taken from the given model."""
     if len(rows) < 3:
         raise DataError(
-            f"{model.name}: {len(rows)} measured steps are too few to fit an engine's speed (3 at least)"
+            f"{model.name}: {len(rows)} measured steps cannot fit an engine's speed: give 3 or more"
         )
     if bad := next((r for r in rows if r.seconds <= 0), None):
         raise DataError(f"{model.name}: a step cannot take {bad.seconds} s: {bad}")
