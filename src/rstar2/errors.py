@@ -18,8 +18,8 @@ one that belongs to a single module is defined there, and the drawing names that
     │   ├── CodeEnvError                           no server could execute a tool call
     │   │   ├── QueueFullError                     back-pressure: try again after retry_after_s
     │   │   ├── IsolationError                     the requested isolation level is not available
-    │   │   ├── Lost [codeenv.server.links]        a worker or zygote exited without a reply
-    │   │   └── TransportError [codeenv.client.transport]  a server could not be reached
+    │   │   ├── WorkerLostError [codeenv.server.zygotes]   a worker exited without a reply
+    │   │   └── TransportError [codeenv.client.endpoint]  a server could not be reached
     │   ├── GraderError                            the grader failed (not: the answer was wrong)
     │   ├── WeightUpdateError                      an engine's probe does not match the learner
     │   ├── RankError [learner.group]              a learner rank died or failed

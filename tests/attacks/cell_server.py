@@ -1,4 +1,4 @@
-"""Inside the cell: the pool under attack, the canaries, and a line protocol on stdin and stdout.
+"""Inside the cell: the executor under attack, the canaries, a line protocol on stdin and stdout.
 
 Canaries: a world-readable secret file, a secret in the environment and memory of this process (the
 service), listeners on loopback and on an abstract Unix socket, a victim process of the same user,
@@ -25,7 +25,8 @@ os.environ["RSTAR2_TEST_SECRET"] = SECRET
 
 from rstar2.codeenv.jail import confine  # noqa: E402
 from rstar2.codeenv.protocol import RunRequest  # noqa: E402
-from rstar2.codeenv.server.executor import Pool  # noqa: E402 - the secret must be in the environment first
+from rstar2.codeenv.server.calls import CallTable  # noqa: E402
+from rstar2.codeenv.server.executor import WorkerExecutor  # noqa: E402 - after the secret
 from rstar2.config import CodeEnvConfig  # noqa: E402
 from rstar2.errors import UserError  # noqa: E402
 from rstar2.types import Limits, encode  # noqa: E402
@@ -110,8 +111,9 @@ def _address(text: str) -> int:
 class Server:
     """Executes the orders of the attacker, one at a time."""
 
-    def __init__(self, pool: Pool, canaries: Canaries) -> None:
-        self.pool = pool
+    def __init__(self, executor: WorkerExecutor, canaries: Canaries) -> None:
+        self.executor = executor
+        self.table = CallTable(executor, executor.config, "cell")
         self.canaries = canaries
 
     async def answer(self, order: dict[str, Any]) -> Any:
@@ -120,7 +122,7 @@ class Server:
         return await handler(**order)
 
     async def do_run(self, limits: dict[str, Any], **fields: Any) -> Any:
-        result = await self.pool.run(
+        result = await self.table.call(
             RunRequest(id=secrets.token_hex(8), limits=Limits(**limits), **fields)
         )
         return json.loads(encode(result))
@@ -131,7 +133,7 @@ class Server:
     async def do_runs_beside(self, endless: dict[str, Any], orders: list[dict[str, Any]]) -> Any:
         """Run `orders` while `endless` occupies a slot, then cancel it."""
         occupied = asyncio.create_task(self.do_run(**endless))
-        while self.pool.stats().busy == 0:  # noqa: ASYNC110 (the pool offers no event)
+        while self.table.busy == 0:  # noqa: ASYNC110 (the table offers no event)
             await asyncio.sleep(0.01)
         results = await self.do_runs(orders)
         still_runs = not occupied.done()
@@ -140,11 +142,11 @@ class Server:
         return {"results": results, "endless_still_runs": still_runs}
 
     async def do_open(self) -> Any:
-        return (await self.pool.open_session(None, None)).id
+        return (await self.executor.open_session(None, None)).id
 
     async def do_close_session(self, session: str) -> Any:
         with contextlib.suppress(UserError):
-            await self.pool.close_session(session)
+            await self.executor.close_session(session)
 
     async def do_unjailed(self, code: str) -> Any:
         """Run a program in the cell but outside the jail: shows that an attack can succeed."""
@@ -175,31 +177,31 @@ class Server:
     def leftovers(self) -> list[str]:
         """Processes that are not ours, and files in /tmp that should not exist."""
         ours = {1, os.getpid(), self.canaries.victim.pid}
-        ours |= {z.pid for z in self.pool.stock.zygotes.values()}
-        ours |= {link.pid for link in self.pool.stock.links}
+        ours |= {z.pid for z in self.executor.workers.zygotes.values()}
+        ours |= {link.pid for link in self.executor.workers.links}
         left = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) not in ours:
                 with contextlib.suppress(OSError):
                     status = (entry / "stat").read_text()
                     command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                    session_heads = any(link.spec.session for link in self.pool.stock.links)
+                    session_heads = any(link.spec.session for link in self.executor.workers.links)
                     starting = "zygote" in command and status.split()[3] == str(os.getpid())
                     if not session_heads and not starting:
                         left.append(f"process left: {status.split()[:4]} {command[-60:]}")
-        expected = {Path(self.pool.stock.directory).name} | INSTALLED
+        expected = {Path(self.executor.workers.directory).name} | INSTALLED
         left += [f"file left: {p}" for p in Path("/tmp").iterdir() if p.name not in expected]
-        allowed = {link.name for link in self.pool.stock.links} | {"canary"}
+        allowed = {link.name for link in self.executor.workers.links} | {"canary"}
         with contextlib.suppress(OSError):
-            inside = {p.name for p in Path(self.pool.stock.directory).iterdir()}
+            inside = {p.name for p in Path(self.executor.workers.directory).iterdir()}
             left += [f"scratch left: {name}" for name in inside - allowed]
         return left
 
 
 async def main(level: str) -> None:
-    pool = Pool(CodeEnvConfig(slots=2, isolation=level), level)
-    await pool.start()
-    server = Server(pool, Canaries())
+    executor = WorkerExecutor(CodeEnvConfig(slots=2, isolation=level), level)
+    await executor.start()
+    server = Server(executor, Canaries())
     print(json.dumps({"ready": True, **server.canaries.facts()}), flush=True)
     loop = asyncio.get_running_loop()
     while True:
@@ -211,7 +213,8 @@ async def main(level: str) -> None:
         except Exception as error:  # noqa: BLE001 - shown by the test that caused it
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
-    await pool.close(0)
+    await server.table.close(0)
+    await executor.close()
     left = [name for name in os.listdir("/tmp") if name.startswith("rstar2")]  # noqa: PTH208
     print(json.dumps({"left": left}), flush=True)
     os._exit(0)

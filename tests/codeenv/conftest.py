@@ -13,15 +13,15 @@ from contextlib import AbstractAsyncContextManager
 import pytest
 
 from rstar2.codeenv.protocol import (
-    PoolStats,
+    ExecutorStats,
     RunRequest,
     SessionInfo,
     VerifyRequest,
     VerifyResult,
 )
-from rstar2.codeenv.server.app import App
-from rstar2.codeenv.server.calls import Service
-from rstar2.codeenv.server.serve import _Server
+from rstar2.codeenv.server.app import CodeEnvApp
+from rstar2.codeenv.server.calls import CallTable
+from rstar2.codeenv.server.serve import QuietServer
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError, QueueFullError, UserError
 from rstar2.types import Outcome, ToolResult
@@ -41,24 +41,23 @@ class FakeExecutor:
         self.running: set[str] = set()
         self.sessions: dict[str, SessionInfo] = {}
         self.release = asyncio.Event()
-        self._free = asyncio.Semaphore(slots)
 
     async def start(self) -> None:
         return
 
-    async def run(self, request: RunRequest) -> ToolResult:
+    async def run(self, request: RunRequest, deadline: float) -> ToolResult:
+        assert len(self.running) < self.slots, "the call table admits at most `slots` calls"
         try:
-            async with self._free:
-                self.executed[request.id] += 1
-                self.running.add(request.id)
-                return await self._obey(request)
+            self.executed[request.id] += 1
+            self.running.add(request.id)
+            return await self.obey(request)
         except asyncio.CancelledError:
             self.cancelled.append(request.id)
             raise
         finally:
             self.running.discard(request.id)
 
-    async def _obey(self, request: RunRequest) -> ToolResult:
+    async def obey(self, request: RunRequest) -> ToolResult:
         if request.session is not None and request.session not in self.sessions:
             raise UserError(f"no session {request.session!r}")
         word, _, rest = request.code.partition(" ")
@@ -79,7 +78,7 @@ class FakeExecutor:
             raise ZeroDivisionError("a bug in the executor")
         return ToolResult(answered, Outcome.OK, stdout=rest, wall_s=0.001, isolation="portable")
 
-    async def verify(self, request: VerifyRequest) -> VerifyResult:
+    async def verify(self, request: VerifyRequest, deadline: float) -> VerifyResult:
         self.executed[request.id] += 1
         return VerifyResult(request.id, value=request.arguments.get("x"))
 
@@ -99,12 +98,10 @@ class FakeExecutor:
         if self.sessions.pop(session, None) is None:
             raise UserError(f"no session {session!r}")
 
-    def stats(self) -> PoolStats:
-        completed = {"ok": self.executed.total()}
-        busy = len(self.running)
-        return PoolStats("portable", self.slots, busy, 0, len(self.sessions), 0, completed)
+    def stats(self) -> ExecutorStats:
+        return ExecutorStats("portable", len(self.sessions))
 
-    async def close(self, grace_s: float) -> None:
+    async def close(self) -> None:
         self.release.set()
 
 
@@ -113,20 +110,20 @@ class Running:
 
     def __init__(self, executor: FakeExecutor, config: CodeEnvConfig, port: int = 0) -> None:
         self.executor = executor
-        self.service = Service(executor, config, f"fake-{secrets.token_hex(3)}")
-        self.app = App(self.service, config.token)
+        self.table = CallTable(executor, config, f"fake-{secrets.token_hex(3)}")
+        self.app = CodeEnvApp(self.table, config.token)
         self.sock = socket.socket(proto=socket.IPPROTO_TCP)
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.sock.bind(("127.0.0.1", port))
         self.port = self.sock.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._server: _Server | None = None
+        self._server: QuietServer | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         import uvicorn
 
-        self._server = _Server(
+        self._server = QuietServer(
             uvicorn.Config(self.app, log_config=None, access_log=False, lifespan="off")
         )
         self.sock.listen(64)
@@ -143,7 +140,7 @@ class Running:
         for connection in list(self._server.server_state.connections):
             if connection.transport is not None:
                 connection.transport.abort()
-        self.service.abort()
+        self.table.abort()
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self.sock.close()

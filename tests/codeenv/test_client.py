@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from rstar2.codeenv.client import dispatch, endpoint
+from rstar2.codeenv import deadlines
+from rstar2.codeenv.client import dispatch
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.codeenv.protocol import RunRequest, VerifyRequest
 from rstar2.config import CodeEnvConfig
@@ -65,9 +66,9 @@ async def test_work_is_spread_over_servers(serve: Any) -> None:
 async def test_what_is_in_flight_is_bounded(serve: Any) -> None:
     async with serve() as server, await connect(server, batch=4) as client:
         calls = [asyncio.create_task(run(client, f"c{i}", "hang")) for i in range(200)]
-        await until(lambda: server.service.active == 16)
+        await until(lambda: server.table.active == 16)
         await asyncio.sleep(0.1)
-        assert server.service.active == 16  # the window: 4 batches of 4
+        assert server.table.active == 16  # the window: 4 batches of 4
         server.executor.release.set()
         assert all(r.outcome is Outcome.OK for r in await asyncio.gather(*calls))
 
@@ -113,7 +114,7 @@ async def test_a_retry_prefers_another_server(serve: Any) -> None:
 async def test_calls_of_a_dead_server_move_to_a_living_one(serve: Any) -> None:
     async with serve() as one, serve() as two, await connect(one, two, batch=8) as client:
         calls = [asyncio.create_task(run(client, f"c{i}", "sleep 0.05")) for i in range(64)]
-        await until(lambda: one.service.active > 0)
+        await until(lambda: one.table.active > 0)
         await one.kill()
         results = await asyncio.gather(*calls)
         assert all(r.outcome is Outcome.OK for r in results)
@@ -156,16 +157,16 @@ async def test_a_call_that_outlives_its_deadline_does_not_hold_the_server(serve:
     async with serve(slots=1) as server, await connect(server) as client:
         result = await run(client, "a", "hang", deadline_s=0.2)
         assert result.outcome is Outcome.INFRASTRUCTURE
-        await until(lambda: server.service.active == 0)
+        await until(lambda: server.table.active == 0)
         assert server.executor.cancelled == ["a"]
 
 
 async def test_cancelling_a_call_cancels_it_on_the_server(serve: Any) -> None:
     async with serve() as server, await connect(server) as client:
         call = asyncio.create_task(run(client, "a", "hang"))
-        await until(lambda: server.service.active == 1)
+        await until(lambda: server.table.active == 1)
         call.cancel()
-        await until(lambda: server.service.active == 0)
+        await until(lambda: server.table.active == 0)
         assert client.endpoints[0].outstanding == 0
 
 
@@ -249,7 +250,7 @@ async def test_a_url_that_is_none_is_refused(url: str) -> None:
 
 
 async def test_nobody_listening_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rstar2.codeenv.client.client.CONNECT_DEADLINE_S", 0.1)
+    monkeypatch.setattr(deadlines, "CONNECT_S", 0.1)
     with pytest.raises(CodeEnvError, match="cannot connect to"):
         await CodeEnvClient.start(CodeEnvConfig(urls=("http://127.0.0.1:9",)))
 
@@ -258,7 +259,7 @@ async def test_closing_answers_what_is_open(serve: Any) -> None:
     async with serve() as server:
         client = await connect(server)
         call = asyncio.create_task(run(client, "a", "hang"))
-        await until(lambda: server.service.active == 1)
+        await until(lambda: server.table.active == 1)
         await client.close()
         assert (await call).outcome is Outcome.INFRASTRUCTURE
         with pytest.raises(UserError, match="closed"):
@@ -266,18 +267,18 @@ async def test_closing_answers_what_is_open(serve: Any) -> None:
 
 
 async def test_a_server_that_hangs_is_left(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "HEALTH_EVERY_S", 0.05)
-    monkeypatch.setattr(endpoint, "HEALTH_DEADLINE_S", 0.1)
+    monkeypatch.setattr(deadlines, "HEALTH_EVERY_S", 0.05)
+    monkeypatch.setattr(deadlines, "HEALTH_REPLY_S", 0.1)
     async with serve() as one, serve() as two, await connect(one, two) as client:
 
         async def mute(scope: Any, receive: Any, send: Any) -> None:
             await asyncio.sleep(60)
 
         calls = [asyncio.create_task(run(client, f"c{i}", "sleep 0.3")) for i in range(8)]
-        await until(lambda: one.service.active + two.service.active > 0)
-        stuck, well = (one, two) if one.service.active else (two, one)
+        await until(lambda: one.table.active + two.table.active > 0)
+        stuck, well = (one, two) if one.table.active else (two, one)
         stuck.app._dispatch = mute  # from now on it accepts and never answers
-        stuck.executor._obey = lambda request: asyncio.sleep(60)
+        stuck.executor.obey = lambda request: asyncio.sleep(60)
         more = [asyncio.create_task(run(client, f"d{i}", "echo 1")) for i in range(8)]
         results = await asyncio.gather(*calls, *more)
         assert all(r.outcome is Outcome.OK for r in results)

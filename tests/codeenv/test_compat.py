@@ -21,7 +21,7 @@ class Scripted:
         self._result = result
         executor.run = self.run
 
-    async def run(self, request: RunRequest) -> ToolResult:
+    async def run(self, request: RunRequest, deadline: float) -> ToolResult:
         self.asked.append(request)
         return dataclasses.replace(self._result, call_id=request.id)
 

@@ -1,4 +1,4 @@
-"""The pool when its own processes die: calls are answered, nothing is left behind."""
+"""Executor and call table when workers die: calls are answered, nothing is left behind."""
 
 # ruff: noqa: ASYNC220, ASYNC240
 from __future__ import annotations
@@ -18,30 +18,35 @@ import pytest_asyncio
 from rstar2.codeenv.jail import cgroups
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.codeenv.server import probe, selfcheck
-from rstar2.codeenv.server.executor import Pool
-from rstar2.codeenv.server.links import WorkerLink
+from rstar2.codeenv.server.calls import CallTable
+from rstar2.codeenv.server.executor import WorkerExecutor
+from rstar2.codeenv.server.workers import WorkerLink
+from rstar2.codeenv.wire import Refusal
 from rstar2.config import CodeEnvConfig
-from rstar2.errors import CodeEnvError, IsolationError
+from rstar2.errors import IsolationError
 from rstar2.types import Limits, Outcome
 
 SERVICE = """
 import asyncio, os, sys
-from rstar2.codeenv.server.executor import Pool
+from rstar2.codeenv.server.calls import CallTable
+from rstar2.codeenv.server.executor import WorkerExecutor
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.config import CodeEnvConfig
 from rstar2.types import Limits
 
 async def main():
-    pool = Pool(CodeEnvConfig(slots=2), sys.argv[1])
-    await pool.start()
-    session = await pool.open_session(None, None)
+    executor = WorkerExecutor(CodeEnvConfig(slots=2), sys.argv[1])
+    await executor.start()
+    table = CallTable(executor, executor.config, "test")
+    session = await executor.open_session(None, None)
     for name, where in (("a", None), ("b", session.id)):
-        asyncio.ensure_future(pool.run(RunRequest(
-            name, "while True: pass", limits=Limits(wall_s=60, cpu_s=60), session=where)))
-    while len([l for l in pool.stock.links if l.busy]) < 2:
+        table.submit(RunRequest(
+            name, "while True: pass", limits=Limits(wall_s=60, cpu_s=60), session=where))
+    workers = executor.workers
+    while len([l for l in workers.links if l.busy]) < 2:
         await asyncio.sleep(0.05)
-    pids = [z.pid for z in pool.stock.zygotes.values()] + [l.pid for l in pool.stock.links]
-    print(pool.stock.directory, *pids, flush=True)
+    pids = [z.pid for z in workers.zygotes.values()] + [l.pid for l in workers.links]
+    print(workers.directory, *pids, flush=True)
     await asyncio.sleep(60)
 
 asyncio.run(main())
@@ -57,11 +62,18 @@ def levels() -> list[str]:
 
 
 @pytest_asyncio.fixture(params=levels())
-async def pool(request: pytest.FixtureRequest) -> AsyncIterator[Pool]:
-    pool = Pool(CodeEnvConfig(slots=2), request.param)
-    await pool.start()
-    yield pool
-    await pool.close(1.0)
+async def executor(request: pytest.FixtureRequest) -> AsyncIterator[WorkerExecutor]:
+    executor = WorkerExecutor(CodeEnvConfig(slots=2), request.param)
+    await executor.start()
+    yield executor
+    await executor.close()
+
+
+@pytest_asyncio.fixture
+async def table(executor: WorkerExecutor) -> AsyncIterator[CallTable]:
+    table = CallTable(executor, executor.config, "test")
+    yield table
+    await table.close(1.0)
 
 
 def alive(pid: int) -> bool:
@@ -88,97 +100,117 @@ async def until(condition: Callable[[], bool], within_s: float = 40.0) -> None:
         await asyncio.sleep(0.02)
 
 
-async def running(pool: Pool) -> WorkerLink:
+async def running(executor: WorkerExecutor) -> WorkerLink:
     """The worker that runs a call; waits until there is one."""
-    await until(lambda: any(link.busy for link in pool.stock.links))
-    return next(link for link in pool.stock.links if link.busy)
+    await until(lambda: any(link.busy for link in executor.workers.links))
+    return next(link for link in executor.workers.links if link.busy)
 
 
-async def test_killed_worker_is_replaced_and_its_call_answered(pool: Pool) -> None:
-    call = asyncio.create_task(pool.run(RunRequest("w", "import time; time.sleep(1); print('ok')")))
-    os.kill((await running(pool)).pid, signal.SIGKILL)
+async def test_killed_worker_is_replaced_and_its_call_answered(
+    table: CallTable, executor: WorkerExecutor
+) -> None:
+    call = asyncio.create_task(
+        table.call(RunRequest("w", "import time; time.sleep(1); print('ok')"))
+    )
+    os.kill((await running(executor)).pid, signal.SIGKILL)
     result = await call
     assert (result.outcome, result.stdout, result.attempts) == (Outcome.OK, "ok\n", 2)
-    assert pool.stats().restarts >= 1
+    assert table.health().restarts >= 1
 
 
-async def test_killed_zygote_is_replaced_and_its_calls_answered(pool: Pool) -> None:
-    call = asyncio.create_task(pool.run(RunRequest("z", "import time; time.sleep(1); print('ok')")))
-    await running(pool)
-    workers = [link.pid for link in pool.stock.links]
-    os.kill(pool.stock.zygotes["base"].pid, signal.SIGKILL)
+async def test_killed_zygote_is_replaced_and_its_calls_answered(
+    table: CallTable, executor: WorkerExecutor
+) -> None:
+    call = asyncio.create_task(
+        table.call(RunRequest("z", "import time; time.sleep(1); print('ok')"))
+    )
+    await running(executor)
+    workers = [link.pid for link in executor.workers.links]
+    os.kill(executor.workers.zygotes["base"].pid, signal.SIGKILL)
     result = await call
     assert (result.outcome, result.stdout, result.attempts) == (Outcome.OK, "ok\n", 2)
     assert await gone(workers)
 
 
-async def test_call_whose_worker_dies_twice_is_infrastructure(pool: Pool) -> None:
+async def test_call_whose_worker_dies_twice_is_infrastructure(
+    table: CallTable, executor: WorkerExecutor
+) -> None:
     call = asyncio.create_task(
-        pool.run(RunRequest("t", "while True: pass", limits=Limits(wall_s=20, cpu_s=20)))
+        table.call(RunRequest("t", "while True: pass", limits=Limits(wall_s=20, cpu_s=20)))
     )
     for _ in range(2):
-        link = await running(pool)
+        link = await running(executor)
         os.kill(link.pid, signal.SIGKILL)
         await link.exited
         await until(lambda link=link: not link.busy)
     result = await call
     assert result.outcome is Outcome.INFRASTRUCTURE
-    again = await pool.run(RunRequest("t", "print('now')"))
+    again = await table.call(RunRequest("t", "print('now')"))
     assert again.stdout == "now\n"
 
 
-async def test_hung_worker_is_replaced(pool: Pool) -> None:
-    await pool.run(RunRequest("h0", "1"))
-    for link in list(pool.stock.links):
+async def test_hung_worker_is_replaced(table: CallTable, executor: WorkerExecutor) -> None:
+    await table.call(RunRequest("h0", "1"))
+    for link in list(executor.workers.links):
         os.kill(link.pid, signal.SIGSTOP)
-    result = await pool.run(RunRequest("h1", "print('ok')", limits=Limits(wall_s=0.5)))
+    result = await table.call(RunRequest("h1", "print('ok')", limits=Limits(wall_s=0.5)))
     assert (result.outcome, result.stdout) == (Outcome.OK, "ok\n")
 
 
-async def test_lost_session_is_reported_as_infrastructure(pool: Pool) -> None:
-    session = await pool.open_session(None, None)
-    for link in list(pool.stock.links):
+async def test_lost_session_is_reported_as_infrastructure(
+    table: CallTable, executor: WorkerExecutor
+) -> None:
+    session = await executor.open_session(None, None)
+    for link in list(executor.workers.links):
         os.kill(link.pid, signal.SIGKILL)
-    result = await pool.run(RunRequest("s", "1", session=session.id))
+    result = await table.call(RunRequest("s", "1", session=session.id))
     assert result.outcome is Outcome.INFRASTRUCTURE
-    assert pool.stats().sessions == 0
+    assert table.health().sessions == 0
 
 
-async def test_call_is_ended_when_nobody_waits_for_it_and_may_be_asked_again(pool: Pool) -> None:
+async def test_call_without_waiters_is_cancelled_and_may_be_asked_again(
+    table: CallTable, executor: WorkerExecutor
+) -> None:
     endless = RunRequest("c", "while True: pass", limits=Limits(wall_s=50, cpu_s=50))
-    first = asyncio.create_task(pool.run(endless))
-    link = await running(pool)
+    first = asyncio.create_task(table.call(endless))
+    link = await running(executor)
     first.cancel()
     await asyncio.wait([first])
-    again = await pool.run(RunRequest("c", "print('afresh')"))
+    again = await table.call(RunRequest("c", "print('afresh')"))
     assert again.stdout == "afresh\n"
     assert await gone([link.pid])
     assert first.cancelled()
 
 
-async def test_call_goes_on_while_one_of_two_waits_for_it(pool: Pool) -> None:
+async def test_call_continues_while_one_of_two_waits_for_it(
+    table: CallTable, executor: WorkerExecutor
+) -> None:
     request = RunRequest("d", "import time; time.sleep(0.5); print('done')")
-    first, second = (asyncio.create_task(pool.run(request)) for _ in range(2))
-    await running(pool)
+    first, second = (asyncio.create_task(table.call(request)) for _ in range(2))
+    await running(executor)
     first.cancel()
     assert (await second).stdout == "done\n"
-    assert pool.stats().completed == {"ok": 1}
+    assert table.health().completed == {"ok": 1}
 
 
 @pytest.mark.parametrize("level", levels())
 async def test_closing_leaves_nothing(level: str) -> None:
-    pool = Pool(CodeEnvConfig(slots=2), level)
-    await pool.start()
-    await pool.open_session(None, None)
+    executor = WorkerExecutor(CodeEnvConfig(slots=2), level)
+    await executor.start()
+    table = CallTable(executor, executor.config, "test")
+    await executor.open_session(None, None)
     endless = asyncio.create_task(
-        pool.run(RunRequest("e", "while True: pass", limits=Limits(wall_s=50, cpu_s=50)))
+        table.call(RunRequest("e", "while True: pass", limits=Limits(wall_s=50, cpu_s=50)))
     )
-    await running(pool)
-    directory = Path(pool.stock.directory)
-    pids = [z.pid for z in pool.stock.zygotes.values()] + [x.pid for x in pool.stock.links]
+    await running(executor)
+    directory = Path(executor.workers.directory)
+    pids = [z.pid for z in executor.workers.zygotes.values()] + [
+        x.pid for x in executor.workers.links
+    ]
     assert directory.exists()
-    await pool.close(0.1)
-    with pytest.raises((CodeEnvError, asyncio.CancelledError)):
+    await table.close(0.1)
+    await executor.close()
+    with pytest.raises(Refusal, match="shutting down"):
         await endless
     assert await gone(pids)
     assert not directory.exists()
@@ -217,7 +249,7 @@ async def test_killed_service_leaves_no_process_and_no_trace(level: str) -> None
 
 async def test_unknown_level_is_refused() -> None:
     with pytest.raises(IsolationError, match="strict or portable"):
-        Pool(CodeEnvConfig(), "none")
+        WorkerExecutor(CodeEnvConfig(), "none")
 
 
 @pytest.mark.parametrize("asked", ["auto", "strict"])
@@ -228,19 +260,22 @@ async def test_jail_that_does_not_hold_is_never_served(
         pytest.skip("strict cannot be had here")
     real = selfcheck.check
 
-    async def leaky(pool: Pool) -> None:
-        if pool.isolation == "strict":
+    async def leaky(executor: WorkerExecutor) -> None:
+        if executor.isolation == "strict":
             raise IsolationError("the strict jail does not hold here: memory")
-        await real(pool)
+        await real(executor)
 
     monkeypatch.setattr(selfcheck, "check", leaky)
-    pool = Pool(CodeEnvConfig(slots=1, isolation=asked), "strict")
+    config = CodeEnvConfig.model_validate({"slots": 1, "isolation": asked})
+    executor = WorkerExecutor(config, "strict")
     if asked == "strict":
         with pytest.raises(IsolationError, match="memory"):
-            await pool.start()
+            await executor.start()
         return
-    await pool.start()
-    result = await pool.run(RunRequest("f", "print(1)"))
-    await pool.close(1.0)
-    assert (result.isolation, pool.stats().isolation) == ("portable", "portable")
-    assert "memory" in pool.fallback
+    await executor.start()
+    table = CallTable(executor, executor.config, "test")
+    result = await table.call(RunRequest("f", "print(1)"))
+    await table.close(1.0)
+    await executor.close()
+    assert (result.isolation, table.health().isolation) == ("portable", "portable")
+    assert "memory" in executor.fallback

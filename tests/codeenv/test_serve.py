@@ -67,7 +67,7 @@ async def test_an_unwritable_directory_is_one_clear_error() -> None:
         async def start(self) -> None:
             raise PermissionError(13, "Permission denied", "/tmp/rstar2-codeenv-1")
 
-        async def close(self, grace_s: float) -> None:
+        async def close(self) -> None:
             return
 
     with pytest.raises(CodeEnvError, match=r"TMPDIR.*doctor"):

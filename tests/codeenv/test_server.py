@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from rstar2.codeenv import wire
-from rstar2.codeenv.server.calls import Service
+from rstar2.codeenv.server.calls import CallTable
 
 
 def run(call_id: str, code: str, **more: Any) -> dict[str, Any]:
@@ -29,13 +29,17 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.01)
 
 
+def waiters(server: Any) -> list[int]:
+    return [entry.waiters for entry in server.table._entries.values()]
+
+
 async def test_run_answers_with_the_result_of_its_id(serve: Any) -> None:
     async with serve() as server:
         response = await post(server.url, "/v1/run", run("a", "echo hi"))
         assert response.status_code == 200
         result = response.json()
         assert (result["call_id"], result["outcome"], result["stdout"]) == ("a", "ok", "hi")
-        assert result["server"] == server.service.server
+        assert result["server"] == server.table.server
 
 
 async def test_verify_answers_with_the_value(serve: Any) -> None:
@@ -139,8 +143,8 @@ async def test_what_is_remembered_is_bounded(serve: Any, monkeypatch: pytest.Mon
     async with serve() as server:
         for index in range(6):
             await post(server.url, "/v1/run", run(str(index), "echo x"))
-        service: Service = server.service
-        assert list(service._finished) == ["3", "4", "5"]
+        table: CallTable = server.table
+        assert list(table._finished) == ["3", "4", "5"]
 
 
 async def test_a_result_with_a_foreign_id_is_never_handed_on(serve: Any) -> None:
@@ -157,7 +161,7 @@ async def test_a_full_queue_answers_429_with_retry_after(serve: Any) -> None:
             asyncio.create_task(post(server.url, "/v1/run", run(name, "hang")))
             for name in ("runs", "queued")
         ]
-        await until(lambda: server.service.active == 2)
+        await until(lambda: server.table.active == 2)
         response = await post(server.url, "/v1/run", run("refused", "echo 1"))
         assert response.status_code == 429
         assert int(response.headers["retry-after"]) >= 1
@@ -184,13 +188,10 @@ async def test_the_executors_own_back_pressure_is_passed_on(serve: Any) -> None:
         assert response.json()["error"]["retry_after_s"] == 0.05
 
 
-async def test_the_deadline_counts_time_in_the_queue(
-    serve: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rstar2.codeenv.server.calls.DEADLINE_SLACK_S", 0.0)
+async def test_the_deadline_counts_time_in_the_queue(serve: Any) -> None:
     async with serve(slots=1) as server:
         holding = asyncio.create_task(post(server.url, "/v1/run", run("holds", "hang")))
-        await until(lambda: server.service.active == 1)
+        await until(lambda: server.table.active == 1)
         late = await post(server.url, "/v1/run", run("late", "echo 1", deadline_s=0.1))
         assert late.json()["outcome"] == "infrastructure"
         assert "deadline" in late.json()["message"]
@@ -205,10 +206,11 @@ async def test_a_caller_that_goes_away_cancels_its_queued_calls(serve: Any) -> N
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         head = f"POST /v1/batch HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
-        await until(lambda: server.service.active == 3)
+        await until(lambda: server.table.active == 3)
         writer.close()
-        await until(lambda: server.service.active == 0)
-        assert sorted(server.executor.cancelled) == ["0", "1", "2"]
+        await until(lambda: server.table.active == 0)
+        assert server.table.metrics.abandoned == 3
+        assert server.executor.cancelled == ["0"]
         assert server.executor.executed.total() == 1
         del reader
 
@@ -217,9 +219,9 @@ async def test_a_shared_call_survives_one_caller_going_away(serve: Any) -> None:
     async with serve() as server:
         first = asyncio.create_task(post(server.url, "/v1/run", run("a", "hang")))
         second = asyncio.create_task(post(server.url, "/v1/run", run("a", "hang")))
-        await until(lambda: [e.waiters for e in server.service._running.values()] == [2])
+        await until(lambda: waiters(server) == [2])
         first.cancel()
-        await until(lambda: [e.waiters for e in server.service._running.values()] == [1])
+        await until(lambda: waiters(server) == [1])
         server.executor.release.set()
         assert (await second).json()["outcome"] == "ok"
 
@@ -233,9 +235,9 @@ async def test_an_executors_bug_is_infrastructure(serve: Any) -> None:
 async def test_draining_finishes_what_runs_and_refuses_the_rest(serve: Any) -> None:
     async with serve() as server:
         running = asyncio.create_task(post(server.url, "/v1/run", run("runs", "hang")))
-        await until(lambda: server.service.active == 1)
-        draining = asyncio.create_task(server.service.drain(10.0))
-        await until(lambda: server.service.shutting_down)
+        await until(lambda: server.table.active == 1)
+        draining = asyncio.create_task(server.table.drain(10.0))
+        await until(lambda: server.table.shutting_down)
         refused = await post(server.url, "/v1/run", run("late", "echo 1"))
         assert refused.status_code == 503
         assert (await post(server.url, "/v1/batch", {"calls": [run("b", "")]})).status_code == 503
@@ -248,8 +250,8 @@ async def test_aborting_tells_callers_that_the_server_shuts_down(serve: Any) -> 
     async with serve() as server:
         single = asyncio.create_task(post(server.url, "/v1/run", run("a", "hang")))
         batch = asyncio.create_task(post(server.url, "/v1/batch", {"calls": [run("b", "hang")]}))
-        await until(lambda: server.service.active == 2)
-        server.service.abort()
+        await until(lambda: server.table.active == 2)
+        server.table.abort()
         assert (await single).status_code == 503
         assert json.loads((await batch).text)["error"]["code"] == "shutting_down"
 

@@ -39,8 +39,8 @@ def test_replies_survive_the_wire() -> None:
         "a", Outcome.EXCEPTION, stdout="x", value="1", truncated=Truncation(stdout=3), signal=9
     )
     verify = VerifyResult("v", value={"equal": True}, wall_s=0.5)
-    for reply in (wire.Reply("a", run=run), wire.Reply("v", verify=verify)):
-        assert wire.read(wire.encode(reply), wire.Reply) == reply
+    for reply in (wire.BatchLine("a", run=run), wire.BatchLine("v", verify=verify)):
+        assert wire.read(wire.encode(reply), wire.BatchLine) == reply
 
 
 def test_a_run_request_needs_no_kind() -> None:
@@ -110,8 +110,8 @@ def test_code_is_bounded_in_bytes(text: str) -> None:
 
 
 def test_text_without_utf8_form_is_replaced_in_results() -> None:
-    reply = wire.Reply("a", run=ToolResult("a", Outcome.OK, stdout="ok \ud800"))
-    back = wire.read(wire.encode(reply), wire.Reply)
+    reply = wire.BatchLine("a", run=ToolResult("a", Outcome.OK, stdout="ok \ud800"))
+    back = wire.read(wire.encode(reply), wire.BatchLine)
     assert back.run is not None
     assert back.run.stdout == "ok ?"
 

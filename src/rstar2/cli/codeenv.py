@@ -90,7 +90,7 @@ def serve(
     Also answers code-judge's /run/batch, /run/long-batch and SandboxFusion's /run_code.
     The first signal lets running calls finish for 10 s; a second one ends them at once.
     """
-    from rstar2.codeenv.server.serve import Ready
+    from rstar2.codeenv.server.serve import ServerReady
     from rstar2.codeenv.server.serve import serve as run_server
 
     config = _config(
@@ -102,7 +102,7 @@ def serve(
         ),
     )  # fmt: skip
 
-    def say(ready: Ready) -> None:
+    def say(ready: ServerReady) -> None:
         if as_json:
             typer.echo(encode(ready).decode())
         progress.print(

@@ -14,7 +14,7 @@ from rstar2.cluster import nodes
 from rstar2.cluster.hosts import CodeEnvHost
 from rstar2.cluster.nodes import NodeError
 from rstar2.cluster.placement import Node, Place
-from rstar2.codeenv.wire import Ready
+from rstar2.codeenv.wire import ServerReady
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError, DeadlineError
 
@@ -41,7 +41,7 @@ class RemoteServer:
     def name(self) -> str:
         return f"codeenv-{self.node.id[:6]}"
 
-    async def start(self) -> Ready:
+    async def start(self) -> ServerReady:
         """Make the host on its node and start the server in it."""
         if self.gone:
             raise CodeEnvError(f"{self.name}: its node has left the cluster")
@@ -59,7 +59,7 @@ class RemoteServer:
         self.running = True
         self._end = asyncio.ensure_future(self._until_ended(self._actor))
         self._notify("placed", part=self.name, node=self.node.address, url=url, pids=pids)
-        return Ready(url=url)
+        return ServerReady(url=url)
 
     async def wait(self) -> int:
         """Wait for the server or its host to end."""

@@ -1,8 +1,7 @@
-"""The seam between the service (server, client, compat) and what executes calls (pool, jail).
+"""The types shared by client and server: requests, results, sessions, and the `Executor` interface.
 
-The server knows an `Executor`; the client knows the wire form of the same requests. Every
-request has an id chosen by the caller: results carry it back and are checked against it end to
-end, and executing the same id twice on one server returns the first result (idempotence).
+Every request has an id that its caller chose. The result carries the same id, and both ends check
+it. A server executes an id once: a second request with the same id gets the first result.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from rstar2.types import Limits, ToolResult
+from rstar2.types import Limits, Outcome, ToolResult
 
 Isolation = Literal["strict", "portable"]
 
@@ -30,7 +29,7 @@ class RunRequest:
 
 @dataclass(frozen=True, slots=True)
 class VerifyRequest:
-    """Call a trusted function by name (see verify.FUNCTIONS) in the pool, under a deadline."""
+    """Call a trusted function by name (see verify.FUNCTIONS) in a worker, under a deadline."""
 
     id: str
     function: str
@@ -40,7 +39,7 @@ class VerifyRequest:
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """`value` if the function returned; else `error` names why (timeout, exception, ...)."""
+    """`value` if the function returned; else `error` names the reason (timeout, exception, ...)."""
 
     id: str
     value: Any = None
@@ -49,6 +48,37 @@ class VerifyResult:
     infrastructure: bool = False
     wall_s: float = 0.0
     attempts: int = 1
+
+
+CallRequest = RunRequest | VerifyRequest
+CallResult = ToolResult | VerifyResult
+
+
+def outcome_name(result: CallResult) -> str:
+    """The outcome of a run, or `ok` or the error name of a verification."""
+    if isinstance(result, ToolResult):
+        return result.outcome.value
+    return "ok" if result.error is None else result.error
+
+
+def is_infrastructure(result: CallResult) -> bool:
+    """True if a result says nothing about the program, so that the call may be retried."""
+    if isinstance(result, ToolResult):
+        return result.outcome is Outcome.INFRASTRUCTURE
+    return result.infrastructure
+
+
+def infrastructure_result(
+    request: CallRequest, message: str, server: str, attempts: int = 1
+) -> CallResult:
+    """The result of a call that could not be executed."""
+    if isinstance(request, RunRequest):
+        return ToolResult(
+            request.id, Outcome.INFRASTRUCTURE, message=message, server=server, attempts=attempts
+        )
+    return VerifyResult(
+        request.id, error="infrastructure", message=message, infrastructure=True, attempts=attempts
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,29 +92,31 @@ class SessionInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolStats:
-    """What the executor is doing now, for /health and /metrics."""
+class ExecutorStats:
+    """The executor's share of /health and /metrics; the call table adds queue and outcomes."""
 
     isolation: str
-    slots: int
-    busy: int
-    queued: int
-    sessions: int
-    restarts: int
-    completed: Mapping[str, int] = field(default_factory=dict)
-    """Calls finished since start, by outcome."""
+    sessions: int = 0
+    restarts: int = 0
     warm: tuple[str, ...] = ()
-    """Flavours of interpreters that are ready to be forked (see warmup)."""
+    """Flavours of interpreters that are ready to be forked (see jail/warmup.py)."""
 
 
 class Executor(Protocol):
-    """Runs calls. Raises QueueFullError (with retry_after_s) instead of queueing without bound."""
+    """Executes calls that the call table has admitted, at most `slots` at once."""
+
+    @property
+    def slots(self) -> int: ...
 
     async def start(self) -> None: ...
 
-    async def run(self, request: RunRequest) -> ToolResult: ...
+    async def run(self, request: RunRequest, deadline: float) -> ToolResult:
+        """Execute a program; `deadline` is a time of the event loop's clock."""
+        ...
 
-    async def verify(self, request: VerifyRequest) -> VerifyResult: ...
+    async def verify(self, request: VerifyRequest, deadline: float) -> VerifyResult:
+        """Call a trusted function by name."""
+        ...
 
     async def open_session(self, session: str | None, ttl_s: float | None) -> SessionInfo: ...
 
@@ -92,8 +124,8 @@ class Executor(Protocol):
 
     async def close_session(self, session: str) -> None: ...
 
-    def stats(self) -> PoolStats: ...
+    def stats(self) -> ExecutorStats: ...
 
-    async def close(self, grace_s: float) -> None:
-        """Finish what runs within the grace, kill the rest, leave no process, mount or file."""
+    async def close(self) -> None:
+        """End every worker and session; leave no process, mount or file."""
         ...

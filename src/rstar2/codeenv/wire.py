@@ -1,15 +1,15 @@
-"""What the code environment says over HTTP: JSON forms, their validation, and error bodies.
+"""The HTTP protocol of the code environment: JSON bodies, their validation, and errors.
 
     POST /v1/run      {"id", "code", "stdin"?, "limits"?, "session"?, "deadline_s"?} -> ToolResult
     POST /v1/verify   {"id", "function", "arguments"?, "deadline_s"?}              -> VerifyResult
-    POST /v1/batch    {"calls": [{"kind": "run", ...} | {"kind": "verify", ...}]}  -> NDJSON Reply
+    POST /v1/batch    {"calls": [{"kind": "run", ...} | {"kind": "verify", ...}]}  -> BatchLines
     POST /v1/sessions {"id"?, "ttl_s"?}                                            -> SessionInfo
     POST /v1/sessions/{id}/branch {"id"?}                                          -> SessionInfo
     errors            {"error": {"code", "message", "field"?, "retry_after_s"?}}
 
 A batch is answered line by line in the order of completion; every line carries the id of its
-call, and a call that cannot be executed gets a line with `error` instead of spoiling the rest.
-Unknown fields are errors: a misspelt limit must never be ignored in silence.
+call. A call that cannot be executed gets a line with `error`; the others are not affected.
+Unknown fields are errors: a misspelt limit must never be ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
-from rstar2.codeenv.protocol import RunRequest, VerifyRequest, VerifyResult
+from rstar2.codeenv.protocol import CallRequest, RunRequest, VerifyRequest, VerifyResult
 from rstar2.errors import UserError
 from rstar2.types import Limits, ToolResult
 
@@ -31,8 +31,6 @@ MAX_CODE_BYTES = 1 << 20
 MAX_STDIN_BYTES = 8 << 20
 MAX_ID_CHARS = 256
 MAX_BATCH = 1024
-DEFAULT_DEADLINE_S = 600.0
-"""Budget of a call whose caller named none: no wait is without a deadline."""
 
 ErrorCode = Literal[
     "bad_json",
@@ -77,7 +75,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class Refusal(UserError):
-    """A request that is answered with an error; carries what the caller is told."""
+    """A request that is answered with an error; carries the body of that answer."""
 
     def __init__(
         self,
@@ -143,7 +141,7 @@ class BranchIn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: str | None = None
 
 
-class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
+class BatchLine(msgspec.Struct, frozen=True, omit_defaults=True):
     """One line of a batch: exactly one of `run`, `verify` and `error` is set."""
 
     id: str
@@ -153,7 +151,7 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """What a server says about itself."""
+    """What a server reports about itself."""
 
     status: Literal["ok", "shutting_down"]
     server: str = ""
@@ -171,8 +169,8 @@ class Health(msgspec.Struct, frozen=True):
     cap: Limits = Limits()
 
 
-class Ready(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The one line an owned server prints: where it is, or why it is not."""
+class ServerReady(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The one line an owned server prints: its URL, or why it could not start."""
 
     url: str = ""
     isolation: str = ""
@@ -181,8 +179,6 @@ class Ready(msgspec.Struct, frozen=True, omit_defaults=True):
     message: str = ""
 
 
-Request = RunRequest | VerifyRequest
-Result = ToolResult | VerifyResult
 S = TypeVar("S")
 
 _encoder = msgspec.json.Encoder()
@@ -211,7 +207,7 @@ def _path(message: str) -> str | None:
 
 
 def _explain(message: str) -> str:
-    """Add what would be accepted to msgspec's message, which names the offending field."""
+    """msgspec's message, which names the wrong field, and what is accepted instead."""
     if "unknown field" not in message:
         return message
     known = LimitsIn.__struct_fields__ if "limits" in (_path(message) or "") else ()
@@ -223,7 +219,7 @@ def _explain(message: str) -> str:
 
 
 def to_run(call: RunIn, cap: Limits) -> RunRequest:
-    """A checked RunRequest, or a Refusal that names the field and the way out."""
+    """A checked RunRequest, or a Refusal that names the field and the fix."""
     _check_id(call.id)
     _check_size("code", call.code, MAX_CODE_BYTES)
     _check_size("stdin", call.stdin, MAX_STDIN_BYTES)
@@ -236,7 +232,7 @@ def to_run(call: RunIn, cap: Limits) -> RunRequest:
 
 @functools.lru_cache(maxsize=256)
 def _to_limits(asked: LimitsIn, cap: Limits) -> Limits:
-    """Checked limits; callers ask for the same few over and over."""
+    """Checked limits, cached: callers use the same few again and again."""
     limits = Limits(*msgspec.structs.astuple(asked))
     check_limits(limits, cap)
     return limits
@@ -307,8 +303,8 @@ def _scrub(value: Any) -> Any:
     return value
 
 
-def encode_call(request: Request, deadline_s: float) -> bytes:
-    """One member of a batch, with what is left of the caller's budget."""
+def encode_call(request: CallRequest, deadline_s: float) -> bytes:
+    """One call of a batch, with the rest of the caller's budget as its deadline."""
     if isinstance(request, RunRequest):
         limits = _from_limits(request.limits)
         return _encoder.encode(

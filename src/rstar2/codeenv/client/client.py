@@ -9,7 +9,7 @@ Invariants:
 - What is in flight to one server is bounded by its window, so any number of calls may be submitted
   at once; a server's 429 stops new batches to it for as long as it asks.
 
-How calls travel is in `dispatch`, how servers are watched and revived in `endpoint`.
+`dispatch` sends calls and routes their results; `endpoint` connects to servers and monitors them.
 """
 
 from __future__ import annotations
@@ -21,24 +21,28 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import cast
 
-from rstar2.codeenv import wire
-from rstar2.codeenv.client.dispatch import Call, ClientStats, Dispatcher
-from rstar2.codeenv.client.endpoint import Endpoint, Owned
+from rstar2.codeenv import deadlines, wire
+from rstar2.codeenv.client.dispatch import ClientStats, Dispatcher, PendingCall
+from rstar2.codeenv.client.endpoint import OwnedServer, ServerEndpoint
 from rstar2.codeenv.client.owned import LocalServer
-from rstar2.codeenv.protocol import RunRequest, SessionInfo, VerifyRequest, VerifyResult
-from rstar2.codeenv.results import failure
-from rstar2.codeenv.wire import Request, Result
+from rstar2.codeenv.protocol import (
+    CallRequest,
+    CallResult,
+    RunRequest,
+    SessionInfo,
+    VerifyRequest,
+    VerifyResult,
+    infrastructure_result,
+)
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError, RstarError, UserError
 from rstar2.types import ToolResult
 
-CONNECT_DEADLINE_S = 15.0
-SESSION_DEADLINE_S = 30.0
 NOWHERE = "http://127.0.0.1:9"
-"""Where a server is said to be until it has told."""
+"""URL of an owned server that has not started yet."""
 
 
-async def _start_all(config: CodeEnvConfig, servers: Sequence[Owned]) -> list[Endpoint]:
+async def _start_all(config: CodeEnvConfig, servers: Sequence[OwnedServer]) -> list[ServerEndpoint]:
     """Start all servers at once; if one cannot, the others end and its error is raised."""
     results = await asyncio.gather(*(s.start() for s in servers), return_exceptions=True)
     for result in results:
@@ -46,7 +50,7 @@ async def _start_all(config: CodeEnvConfig, servers: Sequence[Owned]) -> list[En
             await asyncio.gather(*(s.stop() for s in servers), return_exceptions=True)
             raise result
     return [
-        Endpoint(cast(wire.Ready, ready).url, server.token, config.batch, server)
+        ServerEndpoint(cast(wire.ServerReady, ready).url, server.token, config.batch, server)
         for server, ready in zip(servers, results, strict=True)
     ]
 
@@ -54,21 +58,23 @@ async def _start_all(config: CodeEnvConfig, servers: Sequence[Owned]) -> list[En
 class CodeEnvClient:
     """Executes calls on one or many servers; make one with `await CodeEnvClient.start(config)`."""
 
-    def __init__(self, config: CodeEnvConfig, endpoints: Sequence[Endpoint]) -> None:
+    def __init__(self, config: CodeEnvConfig, endpoints: Sequence[ServerEndpoint]) -> None:
         self.config = config
         self.endpoints = list(endpoints)
         self._dispatcher = Dispatcher(config, self.endpoints)
-        self._calls: dict[str, Call] = {}
-        self._sessions: dict[str, tuple[Endpoint, str]] = {}
+        self._calls: dict[str, PendingCall] = {}
+        self._sessions: dict[str, tuple[ServerEndpoint, str]] = {}
         self._closed = False
 
     @classmethod
     async def start(
-        cls, config: CodeEnvConfig, servers: Sequence[Owned] | None = None
+        cls, config: CodeEnvConfig, servers: Sequence[OwnedServer] | None = None
     ) -> CodeEnvClient:
         """Connect to config.urls, or start and own servers: those given, else a local one."""
         if config.urls:
-            endpoints = [Endpoint(url, config.token, config.batch, None) for url in config.urls]
+            endpoints = [
+                ServerEndpoint(url, config.token, config.batch, None) for url in config.urls
+            ]
         else:
             endpoints = await _start_all(config, servers or [LocalServer(config)])
         client = cls(config, endpoints)
@@ -85,7 +91,8 @@ class CodeEnvClient:
     async def _connect(self) -> None:
         """Wait until one server answers; raises what stands in the way of all of them."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + CONNECT_DEADLINE_S
+        within_s = deadlines.CONNECT_S if self.config.urls else deadlines.OWNED_CONNECT_S
+        deadline = loop.time() + within_s
         while True:
             answers = await asyncio.gather(
                 *(endpoint.check() for endpoint in self.endpoints), return_exceptions=True
@@ -98,14 +105,12 @@ class CodeEnvClient:
                 return
             if loop.time() > deadline:
                 reasons = "; ".join(endpoint.error for endpoint in self.endpoints)
-                raise CodeEnvError(
-                    f"no code environment answered within {CONNECT_DEADLINE_S:g} s: {reasons}"
-                )
+                raise CodeEnvError(f"no code environment answered within {within_s:g} s: {reasons}")
             await asyncio.sleep(0.2)
 
-    def add(self, server: Owned) -> None:
+    def add(self, server: OwnedServer) -> None:
         """Own one more server from now on; it is started, and revived, in the background."""
-        endpoint = Endpoint(NOWHERE, server.token, self.config.batch, server)
+        endpoint = ServerEndpoint(NOWHERE, server.token, self.config.batch, server)
         self.endpoints.append(endpoint)
         self._dispatcher.spawn(endpoint.monitor(self._dispatcher.wake))
 
@@ -125,7 +130,9 @@ class CodeEnvClient:
         self._closed = True
         await self._dispatcher.close()
         for call in list(self._calls.values()):
-            self._dispatcher.resolve(call, failure(call.request, "the client was closed", ""))
+            self._dispatcher.resolve(
+                call, infrastructure_result(call.request, "the client was closed", "")
+            )
         for endpoint in self.endpoints:
             endpoint.connections.close()
             if endpoint.owned is not None:
@@ -151,19 +158,19 @@ class CodeEnvClient:
         """Call a trusted function by name; infrastructure failure is marked in the result."""
         return cast(VerifyResult, await self._call(request))
 
-    async def _call(self, request: Request) -> Result:
+    async def _call(self, request: CallRequest) -> CallResult:
         call = self._register(request)
-        budget_s = request.deadline_s or wire.DEFAULT_DEADLINE_S
+        budget_s = request.deadline_s or deadlines.DEFAULT_DEADLINE_S
         try:
             async with asyncio.timeout(budget_s):
                 return await asyncio.shield(call.future)
         except TimeoutError:
             message = f"no result within the deadline of {budget_s:g} s: {call.why}"
-            return failure(request, message, "", max(1, call.attempts))
+            return infrastructure_result(request, message, "", max(1, call.attempts))
         finally:
             self._leave(call)
 
-    def _register(self, request: Request) -> Call:
+    def _register(self, request: CallRequest) -> PendingCall:
         """Submit a call, or join the one that is under way with the same id."""
         if self._closed:
             raise UserError("this client is closed; start another")
@@ -177,13 +184,13 @@ class CodeEnvClient:
         if isinstance(request, RunRequest) and request.session is not None:
             pinned = self._session(request.session)
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + (request.deadline_s or wire.DEFAULT_DEADLINE_S)
-        call = Call(request, deadline, loop.create_future(), pinned=pinned)
+        deadline = loop.time() + (request.deadline_s or deadlines.DEFAULT_DEADLINE_S)
+        call = PendingCall(request, deadline, loop.create_future(), pinned=pinned)
         self._calls[request.id] = call
         self._dispatcher.submit(call)
         return call
 
-    def _leave(self, call: Call) -> None:
+    def _leave(self, call: PendingCall) -> None:
         """One waiter is done; a call that nobody waits for is forgotten."""
         call.waiters -= 1
         if call.waiters > 0:
@@ -204,7 +211,9 @@ class CodeEnvClient:
             raise CodeEnvError("no code environment is up: " + self.endpoints[0].error)
         endpoint = min(living, key=lambda e: e.outstanding)
         body = wire.SessionIn(session or f"s-{uuid.uuid4().hex}", ttl_s)
-        info = await endpoint.json("POST", "/v1/sessions", body, SessionInfo, SESSION_DEADLINE_S)
+        info = await endpoint.json(
+            "POST", "/v1/sessions", body, SessionInfo, deadlines.SESSION_REQUEST_S
+        )
         self._sessions[info.id] = (endpoint, endpoint.health.server)
         return info
 
@@ -215,7 +224,7 @@ class CodeEnvClient:
             raise CodeEnvError(f"session {session!r} was lost with its server")
         body = wire.BranchIn(branch or f"s-{uuid.uuid4().hex}")
         path = f"/v1/sessions/{session}/branch"
-        info = await endpoint.json("POST", path, body, SessionInfo, SESSION_DEADLINE_S)
+        info = await endpoint.json("POST", path, body, SessionInfo, deadlines.SESSION_REQUEST_S)
         self._sessions[info.id] = (endpoint, life)
         return info
 
@@ -226,9 +235,9 @@ class CodeEnvClient:
         if endpoint.healthy and endpoint.health.server == life:
             path = f"/v1/sessions/{session}"
             with contextlib.suppress(UserError):
-                await endpoint.json("DELETE", path, None, dict, SESSION_DEADLINE_S)
+                await endpoint.json("DELETE", path, None, dict, deadlines.SESSION_REQUEST_S)
 
-    def _session(self, session: str) -> tuple[Endpoint, str]:
+    def _session(self, session: str) -> tuple[ServerEndpoint, str]:
         known = self._sessions.get(session)
         if known is None:
             raise UserError(f"session: {session!r} was not opened by this client")

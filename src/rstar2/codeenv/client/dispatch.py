@@ -17,14 +17,24 @@ import logging
 from collections import Counter, deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
-from rstar2.codeenv import wire
-from rstar2.codeenv.client.endpoint import Endpoint, read_error, to_exception
-from rstar2.codeenv.client.transport import TransportError
-from rstar2.codeenv.protocol import RunRequest, VerifyResult
-from rstar2.codeenv.results import failure, infrastructure
-from rstar2.codeenv.wire import Request, Result
+from rstar2.codeenv import deadlines, wire
+from rstar2.codeenv.client.endpoint import (
+    ServerEndpoint,
+    TransportError,
+    read_error,
+    to_exception,
+)
+from rstar2.codeenv.protocol import (
+    CallRequest,
+    CallResult,
+    RunRequest,
+    VerifyResult,
+    infrastructure_result,
+    is_infrastructure,
+)
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import InvariantError, UserError
 from rstar2.types import Outcome, ToolResult
@@ -35,33 +45,43 @@ ATTEMPTS = 5
 """Executions of one call before its infrastructure failure is final."""
 BATCH_BYTES = 8 << 20
 SESSION_LOST = "the session was lost with its server"
-ANSWER_SLACK_S = 2.0
-"""A server keeps deadlines itself; the client stops reading this much later."""
+
+
+class Retry(StrEnum):
+    """Why a call is sent again."""
+
+    LOST = "lost"
+    """The connection or the server broke while the call was there."""
+    STALE_CONNECTION = "stale connection"
+    """The server had closed an idle connection: the call never arrived."""
+    INFRASTRUCTURE = "infrastructure"
+    QUEUE_FULL = "queue_full"
+    SHUTTING_DOWN = "shutting_down"
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class PendingCall:
     """A request on its way, and who waits for it."""
 
-    request: Request
+    request: CallRequest
     deadline: float
     """Loop time."""
-    future: asyncio.Future[Result]
+    future: asyncio.Future[CallResult]
     waiters: int = 1
     attempts: int = 0
-    avoid: Endpoint | None = None
-    pinned: tuple[Endpoint, str] | None = None
+    avoid: ServerEndpoint | None = None
+    pinned: tuple[ServerEndpoint, str] | None = None
     """The server and its life that hold the call's session."""
-    batch: Batch | None = None
+    batch: SentBatch | None = None
     why: str = "no server was free"
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
+class SentBatch:
     """Calls sent together; `open` shrinks as their lines arrive."""
 
-    endpoint: Endpoint
-    open: dict[str, Call]
+    endpoint: ServerEndpoint
+    open: dict[str, PendingCall]
     task: asyncio.Task[None] | None = None
     sent: bool = False
     """From here on the server may have executed its calls."""
@@ -73,27 +93,27 @@ class ClientStats:
 
     calls: int = 0
     batches: int = 0
-    retries: Counter[str] = field(default_factory=Counter)
-    """Calls sent again, by reason: lost, infrastructure, queue_full, shutting_down."""
+    retries: Counter[Retry] = field(default_factory=Counter)
+    """Calls sent again, by reason."""
 
 
 class Dispatcher:
     """Owns pending calls and batches; `pump` runs as a task of its own."""
 
-    def __init__(self, config: CodeEnvConfig, endpoints: Sequence[Endpoint]) -> None:
+    def __init__(self, config: CodeEnvConfig, endpoints: Sequence[ServerEndpoint]) -> None:
         self.config = config
         self.endpoints = endpoints
         self.stats = ClientStats()
-        self._pending: deque[Call] = deque()
+        self._pending: deque[PendingCall] = deque()
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def submit(self, call: Call) -> None:
+    def submit(self, call: PendingCall) -> None:
         """Take a call on; its future is resolved exactly once unless it is abandoned."""
         self.stats.calls += 1
         self._enqueue(call)
 
-    def abandon(self, call: Call) -> None:
+    def abandon(self, call: PendingCall) -> None:
         """Nobody waits any more: never send it; break off a batch that is all abandoned."""
         call.future.cancel()
         batch = call.batch
@@ -124,7 +144,7 @@ class Dispatcher:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _enqueue(self, call: Call, *, front: bool = False) -> None:
+    def _enqueue(self, call: PendingCall, *, front: bool = False) -> None:
         queue = self._pending if call.pinned is None else call.pinned[0].pinned
         (queue.appendleft if front else queue.append)(call)
         self._wake.set()
@@ -139,9 +159,9 @@ class Dispatcher:
             self._wake.clear()
             if self._gathering():
                 await asyncio.sleep(self.config.linger_s)
-            while (found := self._next_batch(loop.time())) is not None:
-                endpoint, calls = found
-                batch = Batch(endpoint, {call.request.id: call for call in calls})
+            while (next_batch := self._next_batch(loop.time())) is not None:
+                endpoint, calls = next_batch
+                batch = SentBatch(endpoint, {call.request.id: call for call in calls})
                 for call in calls:
                     call.batch = batch
                 endpoint.outstanding += len(calls)
@@ -152,17 +172,17 @@ class Dispatcher:
         few = 0 < len(self._pending) < self.config.batch
         return few and self.config.linger_s > 0 and all(e.outstanding for e in self.endpoints)
 
-    def _next_batch(self, now: float) -> tuple[Endpoint, list[Call]] | None:
+    def _next_batch(self, now: float) -> tuple[ServerEndpoint, list[PendingCall]] | None:
         """The least busy server with enough room, and what to send to it."""
         for endpoint in sorted(self.endpoints, key=lambda e: e.outstanding):
             if endpoint.available(now) and (calls := self._take(endpoint)):
                 return endpoint, calls
         return None
 
-    def _waiting(self, endpoint: Endpoint) -> int:
+    def _waiting(self, endpoint: ServerEndpoint) -> int:
         return len(endpoint.pinned) + len(self._pending)
 
-    def _take(self, endpoint: Endpoint) -> list[Call]:
+    def _take(self, endpoint: ServerEndpoint) -> list[PendingCall]:
         """Up to a batch of calls for this server; none while it has enough to do.
 
         A request per call would cost more than the call. So a partial batch is held back while the
@@ -176,7 +196,7 @@ class Dispatcher:
         if waiting < self.config.batch and endpoint.outstanding > endpoint.enough:
             return []
         others = any(e is not endpoint and e.healthy for e in self.endpoints)
-        calls: list[Call] = []
+        calls: list[PendingCall] = []
         size = 0
         for queue in (endpoint.pinned, self._pending):
             while queue and len(calls) < room and size < BATCH_BYTES:
@@ -190,24 +210,24 @@ class Dispatcher:
                 size += _size(call.request)
         return calls
 
-    def _session_lost(self, call: Call, endpoint: Endpoint) -> bool:
+    def _session_lost(self, call: PendingCall, endpoint: ServerEndpoint) -> bool:
         if call.pinned is None or call.pinned[1] == endpoint.health.server:
             return False
-        self.resolve(call, failure(call.request, SESSION_LOST, ""))
+        self.resolve(call, infrastructure_result(call.request, SESSION_LOST, ""))
         return True
 
-    async def _send(self, batch: Batch) -> None:
+    async def _send(self, batch: SentBatch) -> None:
         """Send one batch and deal with its lines; what stays open afterwards is sent again."""
         endpoint = batch.endpoint
         loop = asyncio.get_running_loop()
         self.stats.batches += 1
-        latest = max(call.deadline for call in batch.open.values()) + ANSWER_SLACK_S
+        latest = max(call.deadline for call in batch.open.values()) + deadlines.CLIENT_READ_GRACE_S
         try:
             async with asyncio.timeout_at(latest):
                 await self._exchange(batch, loop.time())
         except TransportError as error:
             endpoint.mark_down(str(error))
-            self._retry_all(batch, "lost", str(error), counts=batch.sent)
+            self._retry_all(batch, Retry.LOST, str(error), counts=batch.sent)
         except TimeoutError:
             pass  # every call of the batch has told its own caller
         except InvariantError as error:
@@ -217,7 +237,7 @@ class Dispatcher:
             endpoint.outstanding -= len(batch.open)
             self._wake.set()
 
-    async def _exchange(self, batch: Batch, now: float) -> None:
+    async def _exchange(self, batch: SentBatch, now: float) -> None:
         body = self._encode(batch, now)
         if not batch.open:
             return None
@@ -230,17 +250,17 @@ class Dispatcher:
                 if connection.used == 1:
                     raise
                 # The server had closed an idle connection: that says nothing about the server.
-                return self._retry_all(batch, "stale connection", str(error), counts=False)
+                return self._retry_all(batch, Retry.STALE_CONNECTION, str(error), counts=False)
             if response.status != 200:
                 body = await response.body()
                 return self._refused(batch, read_error(body, endpoint.url, response.status))
             async for line in response.lines():
                 self._answer(batch, line)
         if batch.open:
-            self._retry_all(batch, "lost", "the server's answer ended early")
+            self._retry_all(batch, Retry.LOST, "the server's answer ended early")
         return None
 
-    def _encode(self, batch: Batch, now: float) -> bytes:
+    def _encode(self, batch: SentBatch, now: float) -> bytes:
         """The body; calls that cannot be written as JSON leave the batch with an answer."""
         parts = []
         for call in list(batch.open.values()):
@@ -256,10 +276,10 @@ class Dispatcher:
 
     # ----------------------------------------------------------------- answers
 
-    def _answer(self, batch: Batch, line: bytes) -> None:
+    def _answer(self, batch: SentBatch, line: bytes) -> None:
         """Give one line to the call that it names."""
         try:
-            reply = wire.read(line, wire.Reply)
+            reply = wire.read(line, wire.BatchLine)
         except wire.Refusal as error:
             raise TransportError(f"{batch.endpoint.url} sent nonsense: {error}") from error
         call = batch.open.get(reply.id)
@@ -269,7 +289,7 @@ class Dispatcher:
             )
         if reply.error is not None:
             return self._error(batch, call, reply.error)
-        result: Result | None
+        result: CallResult | None
         if isinstance(call.request, RunRequest):
             result, answered = reply.run, reply.run.call_id if reply.run else None
         else:
@@ -279,35 +299,37 @@ class Dispatcher:
         call.attempts += 1
         if call.pinned is not None and isinstance(result, ToolResult):
             if result.server != call.pinned[1]:
-                result = failure(call.request, SESSION_LOST, "", call.attempts)
-        elif infrastructure(result) and call.attempts < ATTEMPTS:
-            return self._retry(batch, call, "infrastructure", result.message, counts=False)
+                result = infrastructure_result(call.request, SESSION_LOST, "", call.attempts)
+        elif is_infrastructure(result) and call.attempts < ATTEMPTS:
+            return self._retry(batch, call, Retry.INFRASTRUCTURE, result.message, counts=False)
         if call.attempts > result.attempts:
             result = dataclasses.replace(result, attempts=call.attempts)
         return self._close(batch, call, result)
 
-    def _error(self, batch: Batch, call: Call, error: wire.WireError) -> None:
+    def _error(self, batch: SentBatch, call: PendingCall, error: wire.WireError) -> None:
         """A call that the server did not execute."""
         if error.code == "queue_full":
             self._hold(batch.endpoint, error)
-            return self._retry(batch, call, "queue_full", error.message, counts=False)
+            return self._retry(batch, call, Retry.QUEUE_FULL, error.message, counts=False)
         if error.code == "shutting_down":
             batch.endpoint.mark_down(error.message)
-            return self._retry(batch, call, "shutting_down", error.message, counts=False)
+            return self._retry(batch, call, Retry.SHUTTING_DOWN, error.message, counts=False)
         if error.code == "infrastructure":
-            return self._retry(batch, call, "infrastructure", error.message)
+            return self._retry(batch, call, Retry.INFRASTRUCTURE, error.message)
         if error.code == "not_found" and call.pinned is not None:
-            return self._close(batch, call, failure(call.request, error.message, "", call.attempts))
+            return self._close(
+                batch, call, infrastructure_result(call.request, error.message, "", call.attempts)
+            )
         if error.code == "too_large":
             return self._close(batch, call, _bad_arguments(call.request, error.message))
         return self._close(batch, call, to_exception(error))
 
-    def _refused(self, batch: Batch, error: wire.WireError) -> None:
+    def _refused(self, batch: SentBatch, error: wire.WireError) -> None:
         """A batch that the server refused whole."""
         for call in list(batch.open.values()):
             self._error(batch, call, error)
 
-    def _hold(self, endpoint: Endpoint, error: wire.WireError) -> None:
+    def _hold(self, endpoint: ServerEndpoint, error: wire.WireError) -> None:
         """Send nothing more to a server for as long as it asked; then look again."""
         loop = asyncio.get_running_loop()
         until = loop.time() + (error.retry_after_s or 0.1)
@@ -315,12 +337,12 @@ class Dispatcher:
             loop.call_at(until, self._wake.set)
             endpoint.retry_at = until
 
-    def _retry_all(self, batch: Batch, reason: str, why: str, *, counts: bool = True) -> None:
+    def _retry_all(self, batch: SentBatch, reason: Retry, why: str, *, counts: bool = True) -> None:
         for call in reversed(list(batch.open.values())):
             self._retry(batch, call, reason, why, counts=counts)
 
     def _retry(
-        self, batch: Batch, call: Call, reason: str, why: str, *, counts: bool = True
+        self, batch: SentBatch, call: PendingCall, reason: Retry, why: str, *, counts: bool = True
     ) -> None:
         """Send a call again, elsewhere if possible; `counts` if it may have been executed."""
         self._forget(batch, call)
@@ -330,32 +352,34 @@ class Dispatcher:
             return None
         if call.attempts >= ATTEMPTS:
             message = f"given up after {call.attempts} attempts: {why}"
-            return self.resolve(call, failure(call.request, message, "", call.attempts))
+            return self.resolve(
+                call, infrastructure_result(call.request, message, "", call.attempts)
+            )
         self.stats.retries[reason] += 1
-        call.avoid = None if reason == "stale connection" else batch.endpoint
-        if reason == "infrastructure":
+        call.avoid = None if reason is Retry.STALE_CONNECTION else batch.endpoint
+        if reason is Retry.INFRASTRUCTURE:
             pause_s = min(2.0, 0.05 * 2**call.attempts)
             loop = asyncio.get_running_loop()
             loop.call_later(pause_s, self._enqueue, call)
             return None
         return self._enqueue(call, front=True)
 
-    def _fail_all(self, batch: Batch, error: InvariantError) -> None:
+    def _fail_all(self, batch: SentBatch, error: InvariantError) -> None:
         for call in list(batch.open.values()):
             self._close(batch, call, error)
 
-    def _forget(self, batch: Batch, call: Call) -> None:
+    def _forget(self, batch: SentBatch, call: PendingCall) -> None:
         del batch.open[call.request.id]
         batch.endpoint.outstanding -= 1
         call.batch = None
         if self._waiting(batch.endpoint):
             self._wake.set()
 
-    def _close(self, batch: Batch, call: Call, result: Result | Exception) -> None:
+    def _close(self, batch: SentBatch, call: PendingCall, result: CallResult | Exception) -> None:
         self._forget(batch, call)
         self.resolve(call, result)
 
-    def resolve(self, call: Call, result: Result | Exception) -> None:
+    def resolve(self, call: PendingCall, result: CallResult | Exception) -> None:
         if call.future.done():
             return
         if isinstance(result, Exception):
@@ -364,14 +388,14 @@ class Dispatcher:
             call.future.set_result(result)
 
 
-def _bad_arguments(request: Request, message: str) -> Result:
+def _bad_arguments(request: CallRequest, message: str) -> CallResult:
     """The answer to a call whose own text cannot be sent: the model's doing, so an outcome."""
     if isinstance(request, RunRequest):
         return ToolResult(request.id, Outcome.BAD_ARGUMENTS, message=message)
     return VerifyResult(request.id, error="bad_arguments", message=message)
 
 
-def _size(request: Request) -> int:
+def _size(request: CallRequest) -> int:
     if isinstance(request, RunRequest):
         return len(request.code) + len(request.stdin)
     return 1024

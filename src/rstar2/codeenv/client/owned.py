@@ -17,12 +17,10 @@ import sys
 import msgspec
 
 from rstar2 import errors
-from rstar2.codeenv.wire import Ready
+from rstar2.codeenv import deadlines
+from rstar2.codeenv.wire import ServerReady
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError, DeadlineError
-
-START_DEADLINE_S = 120.0
-STOP_DEADLINE_S = 15.0
 
 
 class LocalServer:
@@ -31,7 +29,7 @@ class LocalServer:
     def __init__(self, config: CodeEnvConfig, host: str = "127.0.0.1") -> None:
         self.token = secrets.token_hex(16)
         self.config = config.model_copy(update={"urls": (), "token": self.token, "host": host})
-        self.ready = Ready()
+        self.ready = ServerReady()
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -42,7 +40,7 @@ class LocalServer:
     def running(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
-    async def start(self) -> Ready:
+    async def start(self) -> ServerReady:
         """Start the process and wait until it serves; raises the error it named."""
         assert not self.running, "one owned server at a time"
         self._process = await asyncio.create_subprocess_exec(
@@ -54,19 +52,19 @@ class LocalServer:
             start_new_session=True,
         )
         try:
-            async with asyncio.timeout(START_DEADLINE_S):
+            async with asyncio.timeout(deadlines.OWNED_START_S):
                 self.ready = await self._hello(self._process)
         except TimeoutError as error:
             await self.stop()
             raise DeadlineError(
-                f"the local code environment did not start within {START_DEADLINE_S:g} s"
+                f"the local code environment did not start within {deadlines.OWNED_START_S:g} s"
             ) from error
         except BaseException:
             await self.stop()
             raise
         return self.ready
 
-    async def _hello(self, process: asyncio.subprocess.Process) -> Ready:
+    async def _hello(self, process: asyncio.subprocess.Process) -> ServerReady:
         assert process.stdin is not None
         assert process.stdout is not None
         with contextlib.suppress(ConnectionError):  # it died at once: the empty line below tells
@@ -78,7 +76,7 @@ class LocalServer:
                 f"the local code environment ended at once with status {await process.wait()}; "
                 "its message is on stderr, and `rstar2 doctor` shows what this machine can do"
             )
-        ready = msgspec.json.decode(line, type=Ready)
+        ready = msgspec.json.decode(line, type=ServerReady)
         if ready.error:
             kind = getattr(errors, ready.error, CodeEnvError)
             raise kind(ready.message)
@@ -100,7 +98,7 @@ class LocalServer:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
             try:
-                await asyncio.wait_for(process.wait(), STOP_DEADLINE_S)
+                await asyncio.wait_for(process.wait(), deadlines.OWNED_STOP_S)
             except TimeoutError:
                 process.kill()
         await process.wait()

@@ -1,9 +1,9 @@
-"""The HTTP face of the code environment: a small ASGI application over `Service`.
+"""The HTTP face of the code environment: a small ASGI application over the call table.
 
-Routes are in `App._routes`. Written on ASGI directly because the batch endpoint needs what
-frameworks hide: lines leave as calls finish (one slow call never delays the others of its batch),
-several results that finish together share one write, and a caller that goes away cancels what
-it still had queued.
+Routes are in `CodeEnvApp._routes`. Written on ASGI directly because the batch endpoint needs what
+frameworks hide: a line is sent as soon as its call finishes (one slow call never delays the others
+of its batch), results that finish together share one write, and a caller that disconnects cancels
+its calls.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from rstar2.codeenv import wire
-from rstar2.codeenv.server.calls import Service
-from rstar2.codeenv.wire import Refusal, Reply, Request, Result
+from rstar2.codeenv import deadlines, wire
+from rstar2.codeenv.protocol import CallRequest, CallResult
+from rstar2.codeenv.server.calls import CallTable
+from rstar2.codeenv.wire import BatchLine, Refusal
 from rstar2.errors import CodeEnvError, InfrastructureError, QueueFullError, UserError
 from rstar2.types import ToolResult
 
@@ -31,24 +32,21 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Body = bytes
 Handler = Callable[[Body], Awaitable[Any]]
 
-BODY_DEADLINE_S = 60.0
-WRITE_DEADLINE_S = 60.0
-"""A caller that does not read is left this long after the last deadline of its calls."""
 FLUSH_S = 0.008
 """Lines of one batch that finish closer together than this share a write."""
 
 JSON = b"application/json"
 
 
-class App:
-    """Dispatches requests to the service; every error leaves as {"error": ...}."""
+class CodeEnvApp:
+    """Dispatches requests to the call table; every error is answered as {"error": ...}."""
 
-    def __init__(self, service: Service, token: str | None) -> None:
+    def __init__(self, table: CallTable, token: str | None) -> None:
         from rstar2.codeenv.server.compat import Compat
 
-        self.service = service
+        self.table = table
         self.token = token
-        compat = Compat(service)
+        compat = Compat(table)
         self._routes: dict[tuple[str, str], Handler] = {
             ("POST", "/v1/run"): self._run,
             ("POST", "/v1/verify"): self._verify,
@@ -64,13 +62,13 @@ class App:
         try:
             await self._dispatch(scope, receive, send)
         except Refusal as refusal:
-            self.service.metrics.refused[refusal.wire.code] += 1
+            self.table.metrics.refused[refusal.wire.code] += 1
             await _send_error(send, refusal.wire)
         except QueueFullError as error:
             refusal_ = wire.WireError(
                 "queue_full", str(error), retry_after_s=error.retry_after_s or 0.1
             )
-            self.service.metrics.refused["queue_full"] += 1
+            self.table.metrics.refused["queue_full"] += 1
             await _send_error(send, refusal_)
         except (CodeEnvError, InfrastructureError) as error:
             await _send_error(send, wire.WireError("infrastructure", f"{error.name}: {error}"))
@@ -83,8 +81,7 @@ class App:
         method, path = scope["method"], scope["path"]
         authorized = self._authorized(scope)
         if path == "/health" and method == "GET" and not authorized:
-            status = wire.Health(self.service.health().status)
-            return await _send_json(send, {"status": status.status})
+            return await _send_json(send, {"status": self.table.health().status})
         if not authorized:
             raise Refusal(
                 "unauthorized",
@@ -92,9 +89,7 @@ class App:
                 "the URL as http://token:TOKEN@host:port",
             )
         if (method, path) == ("GET", "/metrics"):
-            text = self.service.metrics.render(
-                self.service.executor.stats(), self.service.active, self.service.server
-            )
+            text = self.table.metrics.render(self.table.health(), self.table.active)
             return await _send(send, 200, text.encode(), b"text/plain; version=0.0.4")
         if (method, path) == ("POST", "/v1/batch"):
             return await self._batch(await _read_body(scope, receive), receive, send)
@@ -106,7 +101,7 @@ class App:
                 "not_found", f"no such path: {path}; there are {', '.join(sorted(self._paths))}"
             )
         body = await _read_body(scope, receive)
-        answer = await _until_gone(handler(body), receive)
+        answer = await _until_disconnect(handler(body), receive)
         return await _send_json(send, answer)
 
     def _authorized(self, scope: Scope) -> bool:
@@ -125,15 +120,15 @@ class App:
 
     # ----------------------------------------------------------------- single calls
 
-    async def _run(self, body: Body) -> Result:
-        request = wire.to_run(wire.read(body, wire.RunIn), self.service.config.cap)
-        return await self.service.call(request)
+    async def _run(self, body: Body) -> CallResult:
+        request = wire.to_run(wire.read(body, wire.RunIn), self.table.config.cap)
+        return await self.table.call(request)
 
-    async def _verify(self, body: Body) -> Result:
-        return await self.service.call(wire.to_verify(wire.read(body, wire.VerifyIn)))
+    async def _verify(self, body: Body) -> CallResult:
+        return await self.table.call(wire.to_verify(wire.read(body, wire.VerifyIn)))
 
     async def _health(self, body: Body) -> wire.Health:
-        return self.service.health()
+        return self.table.health()
 
     # ----------------------------------------------------------------- sessions
 
@@ -151,19 +146,19 @@ class App:
 
     async def _open_session(self, body: Body) -> Any:
         asked = wire.read(body or b"{}", wire.SessionIn)
-        if asked.ttl_s is not None and not 0 < asked.ttl_s <= self.service.config.session_ttl_s:
-            most = self.service.config.session_ttl_s
+        if asked.ttl_s is not None and not 0 < asked.ttl_s <= self.table.config.session_ttl_s:
+            most = self.table.config.session_ttl_s
             raise Refusal(
                 "invalid", f"ttl_s: {asked.ttl_s} must be above 0 and at most {most}", "ttl_s"
             )
-        return await self.service.executor.open_session(asked.id, asked.ttl_s)
+        return await self.table.executor.open_session(asked.id, asked.ttl_s)
 
     async def _branch_session(self, session: str, body: Body) -> Any:
         asked = wire.read(body or b"{}", wire.BranchIn)
-        return await self.service.executor.branch_session(session, asked.id)
+        return await self.table.executor.branch_session(session, asked.id)
 
     async def _close_session(self, session: str) -> dict[str, str]:
-        await self.service.executor.close_session(session)
+        await self.table.executor.close_session(session)
         return {"closed": session}
 
     # ----------------------------------------------------------------- batches
@@ -177,7 +172,7 @@ class App:
         if len({call.id for call in calls}) < len(calls):
             raise Refusal("invalid", "calls: two calls have the same id; ids are unique", "calls")
         del body
-        stream = _Stream(self.service, len(calls))
+        stream = BatchStream(self.table, len(calls))
         for call in calls:
             stream.add(call)
         refused = stream.all_refused()
@@ -186,34 +181,34 @@ class App:
         await stream.answer(receive, send)
 
 
-class _Stream:
+class BatchStream:
     """Answers the calls of one batch, line by line, as they finish."""
 
-    def __init__(self, service: Service, count: int) -> None:
-        self.service = service
+    def __init__(self, table: CallTable, count: int) -> None:
+        self.table = table
         self.count = count
-        self._open: dict[str, Request] = {}
+        self._open: dict[str, CallRequest] = {}
         self._ready: list[bytes] = []
         self._refusals: list[Refusal] = []
         self._wake = asyncio.Event()
-        self._gone = False
+        self._disconnected = False
         self._longest_s = 0.0
 
     def add(self, call: wire.RunIn | wire.VerifyIn) -> None:
         """Submit one call; a refusal becomes its line."""
         try:
-            request: Request
+            request: CallRequest
             if isinstance(call, wire.RunIn):
-                request = wire.to_run(call, self.service.config.cap)
+                request = wire.to_run(call, self.table.config.cap)
             else:
                 request = wire.to_verify(call)
-            task = self.service.submit(request)
+            task = self.table.submit(request)
         except Refusal as refusal:
             self._refusals.append(refusal)
             self._refuse(call.id, refusal.wire)
             return
         self._open[call.id] = request
-        self._longest_s = max(self._longest_s, request.deadline_s or wire.DEFAULT_DEADLINE_S)
+        self._longest_s = max(self._longest_s, request.deadline_s or deadlines.DEFAULT_DEADLINE_S)
         task.add_done_callback(lambda done: self._finish(request, done))
 
     def all_refused(self) -> Refusal | None:
@@ -224,10 +219,10 @@ class _Stream:
         return None
 
     def _refuse(self, call_id: str, error: wire.WireError) -> None:
-        self.service.metrics.refused[error.code] += 1
-        self._line(Reply(call_id, error=error))
+        self.table.metrics.refused[error.code] += 1
+        self._line(BatchLine(call_id, error=error))
 
-    def _finish(self, request: Request, task: asyncio.Task[Result]) -> None:
+    def _finish(self, request: CallRequest, task: asyncio.Future[CallResult]) -> None:
         if self._open.pop(request.id, None) is None:
             return None
         if task.cancelled():
@@ -241,31 +236,31 @@ class _Stream:
             return self._refuse(request.id, error)
         result = task.result()
         if isinstance(result, ToolResult):
-            return self._line(Reply(request.id, run=result))
-        return self._line(Reply(request.id, verify=result))
+            return self._line(BatchLine(request.id, run=result))
+        return self._line(BatchLine(request.id, verify=result))
 
-    def _line(self, reply: Reply) -> None:
+    def _line(self, reply: BatchLine) -> None:
         self._ready.append(wire.encode(reply) + b"\n")
         self._wake.set()
 
     async def answer(self, receive: Receive, send: Send) -> None:
-        """Write lines until all calls are answered or the caller is gone."""
+        """Write lines until all calls are answered or the caller has disconnected."""
         await _start(send, 200, b"application/x-ndjson")
         watcher = asyncio.create_task(_disconnect(receive))
-        watcher.add_done_callback(self._on_gone)
+        watcher.add_done_callback(self._on_disconnect)
         try:
-            async with asyncio.timeout(self._longest_s + WRITE_DEADLINE_S):
+            async with asyncio.timeout(self._longest_s + deadlines.SERVER_WRITE_GRACE_S):
                 await self._write_lines(send)
         except TimeoutError:
-            log.warning("a caller did not read its answer and was left")
+            log.warning("a caller did not read its answer; its connection is closed")
         finally:
             watcher.cancel()
             for request in self._open.values():
-                self.service.leave(request)
+                self.table.leave(request)
             self._open.clear()
 
-    def _on_gone(self, watcher: asyncio.Task[None]) -> None:
-        self._gone = not watcher.cancelled()
+    def _on_disconnect(self, watcher: asyncio.Task[None]) -> None:
+        self._disconnected = not watcher.cancelled()
         self._wake.set()
 
     async def _write_lines(self, send: Send) -> None:
@@ -277,7 +272,7 @@ class _Stream:
             if wait_s > 0 and len(self._ready) < left:
                 await asyncio.sleep(wait_s)
             self._wake.clear()
-            if self._gone:
+            if self._disconnected:
                 return
             chunk = b"".join(self._ready)
             left -= len(self._ready)
@@ -299,11 +294,13 @@ async def _read_body(scope: Scope, receive: Receive) -> bytes:
         raise too_large
     parts, size = [], 0
     try:
-        async with asyncio.timeout(BODY_DEADLINE_S):
+        async with asyncio.timeout(deadlines.BODY_READ_S):
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise Refusal("bad_json", "the caller went away before the body was complete")
+                    raise Refusal(
+                        "bad_json", "the caller disconnected before the body was complete"
+                    )
                 parts.append(message.get("body", b""))
                 size += len(parts[-1])
                 if size > wire.MAX_BODY_BYTES:
@@ -312,7 +309,7 @@ async def _read_body(scope: Scope, receive: Receive) -> bytes:
                     return b"".join(parts)
     except TimeoutError as error:
         raise Refusal(
-            "bad_json", f"the body was not complete after {BODY_DEADLINE_S:g} s"
+            "bad_json", f"the body was not complete after {deadlines.BODY_READ_S:g} s"
         ) from error
 
 
@@ -321,8 +318,8 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-async def _until_gone(answer: Awaitable[Any], receive: Receive) -> Any:
-    """Await an answer; when the caller goes away first, cancel it."""
+async def _until_disconnect(answer: Awaitable[Any], receive: Receive) -> Any:
+    """Await an answer; cancel it if the caller disconnects first."""
     task = asyncio.ensure_future(answer)
     watcher = asyncio.create_task(_disconnect(receive))
     watcher.add_done_callback(lambda done: None if done.cancelled() else task.cancel())
@@ -331,7 +328,7 @@ async def _until_gone(answer: Awaitable[Any], receive: Receive) -> Any:
     except asyncio.CancelledError:
         task.cancel()
         if watcher.done() and not watcher.cancelled():
-            raise Refusal("bad_json", "the caller went away before the answer") from None
+            raise Refusal("bad_json", "the caller disconnected before the answer") from None
         raise
     finally:
         watcher.cancel()

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import msgspec
 
 from rstar2.codeenv import wire
-from rstar2.codeenv.server.calls import Service
+from rstar2.codeenv.server.calls import CallTable
 from rstar2.codeenv.wire import Refusal
 from rstar2.types import Limits, Outcome, ToolResult
 
@@ -119,10 +119,10 @@ class RunCodeResponse(msgspec.Struct, frozen=True):
 
 
 class Compat:
-    """Translates the neighbours' requests into calls of the service and back."""
+    """Translates requests of the two APIs into calls, and results into their answers."""
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
+    def __init__(self, table: CallTable) -> None:
+        self.table = table
 
     def routes(self) -> dict[tuple[str, str], Callable[[bytes], Awaitable[Any]]]:
         batch, long = BATCH_DEADLINE_S, LONG_BATCH_DEADLINE_S
@@ -142,8 +142,7 @@ class Compat:
         return "pong"
 
     async def _status(self, body: bytes) -> dict[str, int]:
-        stats = self.service.executor.stats()
-        return {"queue": stats.queued, "num_workers": stats.slots}
+        return {"queue": self.table.queued, "num_workers": self.table.slots}
 
     # ----------------------------------------------------------------- code-judge
 
@@ -203,7 +202,7 @@ class Compat:
             if getattr(asked, field):
                 raise Refusal("invalid", f"{field}: files are not served here; leave it out", field)
         memory_mb = asked.memory_limit_MB if asked.memory_limit_MB > 0 else None
-        cap = self.service.config.cap
+        cap = self.table.config.cap
         cpu_s = min(asked.run_timeout, cap.cpu_s) if cap.cpu_s else asked.run_timeout
         limits = Limits(wall_s=asked.run_timeout, cpu_s=cpu_s, memory_mb=memory_mb)
         result = await self._run(
@@ -227,15 +226,13 @@ class Compat:
 
     async def _run(self, code: str, stdin: str, limits: Limits, deadline_s: float) -> ToolResult:
         """Run under a fresh id, with all the output that the server allows."""
-        cap = self.service.config.cap
+        cap = self.table.config.cap
         limits = dataclasses.replace(limits, output_chars=cap.output_chars)
         call = wire.RunIn(
             f"compat-{uuid.uuid4().hex}", code, stdin,
             wire.LimitsIn(**dataclasses.asdict(limits)), None, deadline_s,
         )  # fmt: skip
-        result = await self.service.call(wire.to_run(call, cap))
-        assert isinstance(result, ToolResult)
-        return result
+        return await self.table.call(wire.to_run(call, cap))
 
 
 def _check_python(language: str, field: str) -> None:

@@ -1,4 +1,4 @@
-"""Prometheus text for /metrics: counters, gauges and two histograms, nothing else."""
+"""Prometheus text for /metrics: counters, gauges and two histograms."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from rstar2.codeenv.protocol import PoolStats
+from rstar2.codeenv.wire import Health
 
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
@@ -37,7 +37,7 @@ class Histogram:
 
 
 class Metrics:
-    """What the service counts itself; the executor's own figures come with PoolStats."""
+    """Counters of the call table; gauges are read from Health."""
 
     def __init__(self) -> None:
         self.calls: Counter[tuple[str, str]] = Counter()
@@ -47,11 +47,11 @@ class Metrics:
         self.replayed = 0
         """Calls answered from the first execution of their id."""
         self.abandoned = 0
-        """Calls cancelled because nobody waited for them any more."""
+        """Calls cancelled because no caller waited for them any more."""
         self.latency = Histogram()
         self.queued = Histogram()
 
-    def render(self, stats: PoolStats, active: int, server: str) -> str:
+    def render(self, health: Health, active: int) -> str:
         out: list[str] = []
         _family(
             out, "rstar2_codeenv_calls_total", "counter", "Calls answered, by kind and outcome.",
@@ -63,23 +63,38 @@ class Metrics:
             {f'{{code="{code}"}}': n for code, n in sorted(self.refused.items())},
         )  # fmt: skip
         for name, kind, text, value in (
-            ("replayed_total", "counter", "Calls answered again by id.", self.replayed),
-            ("abandoned_total", "counter", "Calls nobody waited for.", self.abandoned),
-            ("restarts_total", "counter", "Workers started anew after a death.", stats.restarts),
-            ("queue_depth", "gauge", "Calls waiting for a slot.", stats.queued),
+            (
+                "replayed_total",
+                "counter",
+                "Calls answered with the remembered result of their id.",
+                self.replayed,
+            ),
+            (
+                "abandoned_total",
+                "counter",
+                "Calls cancelled because no caller waited any more.",
+                self.abandoned,
+            ),
+            (
+                "restarts_total",
+                "counter",
+                "Workers and zygotes replaced after a crash.",
+                health.restarts,
+            ),
+            ("queue_depth", "gauge", "Calls waiting for a slot.", health.queued),
             ("active_calls", "gauge", "Calls admitted and not yet answered.", active),
-            ("slots", "gauge", "Calls executed at once at most.", stats.slots),
-            ("busy_slots", "gauge", "Slots executing a call.", stats.busy),
-            ("sessions", "gauge", "Live sessions.", stats.sessions),
+            ("slots", "gauge", "Maximum number of calls executed at once.", health.slots),
+            ("busy_slots", "gauge", "Slots executing a call.", health.busy),
+            ("sessions", "gauge", "Live sessions.", health.sessions),
         ):
             _family(out, f"rstar2_codeenv_{name}", kind, text, {"": value})
         _family(
             out, "rstar2_codeenv_info", "gauge", "Isolation level and id of this server.",
-            {f'{{isolation="{stats.isolation}",server="{server}"}}': 1},
+            {f'{{isolation="{health.isolation}",server="{health.server}"}}': 1},
         )  # fmt: skip
         for name, text, histogram in (
-            ("latency_seconds", "From admission to answer.", self.latency),
-            ("queue_seconds", "Waiting for a slot.", self.queued),
+            ("latency_seconds", "Time from admission to answer.", self.latency),
+            ("queue_seconds", "Time spent waiting for a slot.", self.queued),
         ):
             full = f"rstar2_codeenv_{name}"
             out += [f"# HELP {full} {text}", f"# TYPE {full} histogram", *histogram.lines(full)]

@@ -86,7 +86,13 @@ _SIGNAL_HINTS = {
 
 
 def build(
-    call_id: str, reply: WorkerReply, body: bytes, limits: Limits, isolation: str, oom: bool = False
+    call_id: str,
+    reply: WorkerReply,
+    body: bytes,
+    limits: Limits,
+    isolation: str,
+    oom: bool = False,
+    attempts: int = 1,
 ) -> ToolResult:
     """The result of one call. Every limit in `limits` is set."""
     stdout, stderr = body[: reply.stdout], body[reply.stdout : reply.stdout + reply.stderr]
@@ -120,6 +126,7 @@ def build(
         cpu_s=reply.cpu_s,
         peak_mb=reply.peak_mb,
         isolation=isolation,
+        attempts=attempts,
     )
 
 
@@ -130,7 +137,7 @@ def effective(asked: Limits, default: Limits, cap: Limits) -> Limits:
     def pick(name: str) -> float:
         wanted = getattr(asked, name)
         value = getattr(default, name) if wanted is None else wanted
-        return min(value, getattr(cap, name))
+        return min(float(value), float(getattr(cap, name)))
 
     return Limits(
         wall_s=float(pick("wall_s")),

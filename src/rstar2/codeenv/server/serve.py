@@ -1,6 +1,6 @@
-"""The life of a server process: bind, start the pool, serve, shut down, leave nothing.
+"""A server process from start to end: bind, start the executor, serve, shut down.
 
-    bind -> executor.start -> serve -> SIGTERM, Ctrl-C or owner gone
+    bind -> executor.start -> serve -> SIGTERM, Ctrl-C or end of the owner
          -> drain (finish what runs within the grace, then cancel) -> executor.close
 
 A second signal skips the grace. An owned server (`python -m rstar2.codeenv.server.serve`) reads its
@@ -26,17 +26,16 @@ from typing import IO
 import msgspec
 import uvicorn
 
+from rstar2.codeenv import deadlines
 from rstar2.codeenv.protocol import Executor
-from rstar2.codeenv.server.app import App
-from rstar2.codeenv.server.calls import Service
-from rstar2.codeenv.wire import Ready
+from rstar2.codeenv.server.app import CodeEnvApp
+from rstar2.codeenv.server.calls import CallTable
+from rstar2.codeenv.wire import ServerReady
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError, RstarError, UserError
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 10.0
-OWNER_POLL_S = 1.0
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 _START = (
     "the code environment cannot start: {error}; it needs a writable directory for temporary "
@@ -44,7 +43,7 @@ _START = (
 )
 
 
-class _Server(uvicorn.Server):
+class QuietServer(uvicorn.Server):
     """uvicorn without its signal handling: `serve` owns the order of shutdown."""
 
     @contextlib.contextmanager
@@ -53,12 +52,12 @@ class _Server(uvicorn.Server):
 
 
 def make_executor(config: CodeEnvConfig) -> Executor:
-    """The real pool, at the isolation level that was asked for or can be had."""
+    """The real executor, at the isolation level that was asked for or can be had."""
     from rstar2.codeenv.server import probe
-    from rstar2.codeenv.server.executor import Pool
+    from rstar2.codeenv.server.executor import WorkerExecutor
 
     try:
-        return Pool(config, probe.resolve(config.isolation).level)
+        return WorkerExecutor(config, probe.resolve(config.isolation).level)
     except OSError as error:
         raise CodeEnvError(_START.format(error=error)) from error
 
@@ -96,29 +95,29 @@ def bind(config: CodeEnvConfig) -> socket.socket:
 async def serve(
     config: CodeEnvConfig,
     *,
-    on_ready: Callable[[Ready], None],
+    on_ready: Callable[[ServerReady], None],
     owner: IO[bytes] | None = None,
     executor: Executor | None = None,
-    grace_s: float = GRACE_S,
+    grace_s: float = deadlines.DRAIN_S,
 ) -> None:
     """Serve until a signal or the owner's death; returns when nothing is left."""
     check_exposure(config)
-    stop = _Stop()
+    stop = StopSignal()
     with bind(config) as sock, stop.on_signals():
         watching = asyncio.create_task(_watch_owner(owner, stop)) if owner else None
-        pool = executor or make_executor(config)
+        executor = executor or make_executor(config)
         try:
-            if await _start(pool, stop):
-                await _serve(config, pool, sock, stop, on_ready, grace_s)
+            if await _start(executor, stop):
+                await _serve(config, executor, sock, stop, on_ready, grace_s)
         finally:
             if watching is not None:
                 watching.cancel()
-            await pool.close(0.0)
+            await executor.close()
 
 
-async def _start(pool: Executor, stop: _Stop) -> bool:
-    """True when the pool is ready; False when a stop was asked for before."""
-    starting = asyncio.create_task(pool.start())
+async def _start(executor: Executor, stop: StopSignal) -> bool:
+    """True when the executor is ready; False when a stop was asked for before."""
+    starting = asyncio.create_task(executor.start())
     try:
         if await stop.unless(starting):
             return True
@@ -131,50 +130,54 @@ async def _start(pool: Executor, stop: _Stop) -> bool:
 
 async def _serve(
     config: CodeEnvConfig,
-    pool: Executor,
+    executor: Executor,
     sock: socket.socket,
-    stop: _Stop,
-    on_ready: Callable[[Ready], None],
+    stop: StopSignal,
+    on_ready: Callable[[ServerReady], None],
     grace_s: float,
 ) -> None:
     """Answer requests until a stop is asked for, then shut down in order."""
     server_id = f"{socket.gethostname()}:{sock.getsockname()[1]}:{secrets.token_hex(3)}"
-    service = Service(pool, config, server_id)
-    server = _Server(
+    table = CallTable(executor, config, server_id)
+    server = QuietServer(
         uvicorn.Config(
-            App(service, config.token), log_config=None, access_log=False, lifespan="off",
+            CodeEnvApp(table, config.token), log_config=None, access_log=False, lifespan="off",
             server_header=False, timeout_keep_alive=75, ws="none", backlog=1024,
         )
     )  # fmt: skip
     gc.collect()
     gc.freeze()  # what is imported stays: no collection needs to look at it again
     serving = asyncio.create_task(server.serve(sockets=[sock]))
-    stats = pool.stats()
-    on_ready(Ready(_url(config, sock), stats.isolation, stats.slots))
+    on_ready(ServerReady(_url(config, sock), executor.stats().isolation, executor.slots))
     await stop.unless(serving)
-    await _shut_down(server, service, serving, stop, grace_s)
+    await _shut_down(server, table, serving, stop, grace_s)
 
 
 async def _shut_down(
-    server: _Server, service: Service, serving: asyncio.Task[None], stop: _Stop, grace_s: float
+    server: QuietServer,
+    table: CallTable,
+    serving: asyncio.Task[None],
+    stop: StopSignal,
+    grace_s: float,
 ) -> None:
     """Drain within the grace unless forced, then end the HTTP server."""
-    draining = asyncio.create_task(service.drain(0.0 if stop.forced.is_set() else grace_s))
+    draining = asyncio.create_task(table.drain(0.0 if stop.forced.is_set() else grace_s))
     forced = asyncio.create_task(stop.forced.wait())
     await asyncio.wait({draining, forced}, return_when=asyncio.FIRST_COMPLETED)
     draining.cancel()
     forced.cancel()
-    service.abort()
+    table.abort()
     server.should_exit = True
     # Cancelled calls still get their last line; a caller that does not read it is cut off.
-    await asyncio.wait({serving}, timeout=2.0)
+    await asyncio.wait({serving}, timeout=deadlines.HTTP_STOP_S)
     server.force_exit = True
-    await asyncio.wait({serving}, timeout=2.0)
+    await asyncio.wait({serving}, timeout=deadlines.HTTP_STOP_S)
     serving.cancel()
     await asyncio.gather(serving, draining, forced, return_exceptions=True)
+    await table.close(0.0)
 
 
-class _Stop:
+class StopSignal:
     """Set by the first signal; `forced` by the second, and by the owner's death."""
 
     def __init__(self) -> None:
@@ -211,7 +214,7 @@ class _Stop:
         return task in done
 
 
-async def _watch_owner(owner: IO[bytes], stop: _Stop) -> None:
+async def _watch_owner(owner: IO[bytes], stop: StopSignal) -> None:
     """Force a stop when stdin ends or the parent changes.
 
     The pipe tells at once; the parent's pid tells even if a fork of the owner holds the pipe.
@@ -230,7 +233,7 @@ async def _watch_owner(owner: IO[bytes], stop: _Stop) -> None:
     try:
         while not ended.is_set() and os.getppid() == parent:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(ended.wait(), OWNER_POLL_S)
+                await asyncio.wait_for(ended.wait(), deadlines.OWNER_POLL_S)
     finally:
         loop.remove_reader(owner.fileno())
     stop.force()
@@ -246,14 +249,14 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="codeenv: %(levelname)s %(message)s")
     owner = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115
 
-    def say(ready: Ready) -> None:
+    def say(ready: ServerReady) -> None:
         os.write(1, msgspec.json.encode(ready) + b"\n")
 
     try:
         config = CodeEnvConfig.model_validate_json(_first_line(owner))
         asyncio.run(serve(config, on_ready=say, owner=owner))
     except RstarError as error:
-        say(Ready(error=type(error).__name__, message=str(error)))
+        say(ServerReady(error=type(error).__name__, message=str(error)))
         return 1
     return 0
 

@@ -1,8 +1,8 @@
-"""Sessions as the pool keeps them: leases on interpreters that hold state across calls.
+"""Sessions on this server: leases on interpreters that keep state across calls.
 
 A session and its branches live in one worker of their own. The lease is renewed by every use and
-ends after `ttl_s` without one; then the head is closed, and with the last head of a family its
-worker. Files in scratch belong to the family and are not rolled back.
+ends after `ttl_s` without one. Then the interpreter is closed, and the worker ends with the last
+interpreter of its family. Files in scratch belong to the family and are not rolled back.
 """
 
 from __future__ import annotations
@@ -13,23 +13,21 @@ import secrets
 import time
 from dataclasses import dataclass, field, replace
 
+from rstar2.codeenv import deadlines
 from rstar2.codeenv.jail import frames
 from rstar2.codeenv.jail.frames import WorkerReply, WorkerRequest
 from rstar2.codeenv.protocol import SessionInfo
 from rstar2.codeenv.server import outcome
-from rstar2.codeenv.server.links import Lost, WorkerLink
-from rstar2.codeenv.server.workers import Stock
+from rstar2.codeenv.server.workers import WorkerLink, WorkerPool
+from rstar2.codeenv.server.zygotes import WorkerLostError
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError, QueueFullError, UserError
 from rstar2.types import Limits
 
-_OPEN_S = 20.0
-_GRACE_S = 3.0
-
 
 @dataclass(slots=True)
-class Family:
-    """A worker with the heads of a session and its branches; one call at a time."""
+class SessionFamily:
+    """A worker with the interpreters of a session and its branches; one call at a time."""
 
     link: WorkerLink
     members: set[str] = field(default_factory=set)
@@ -37,22 +35,22 @@ class Family:
 
 
 @dataclass(slots=True)
-class Session:
-    """A lease."""
+class SessionLease:
+    """A session under its lease."""
 
     info: SessionInfo
-    family: Family
+    family: SessionFamily
     expires: float
     busy: int = 0
 
 
 class Sessions:
-    """All live sessions of a pool."""
+    """All live sessions of a server."""
 
-    def __init__(self, config: CodeEnvConfig, stock: Stock) -> None:
+    def __init__(self, config: CodeEnvConfig, workers: WorkerPool) -> None:
         self._config = config
-        self._stock = stock
-        self._live: dict[str, Session] = {}
+        self._workers = workers
+        self._live: dict[str, SessionLease] = {}
         self._sequence = 0
         self._janitor: asyncio.Task[None] | None = None
 
@@ -61,7 +59,7 @@ class Sessions:
 
     @property
     def limits(self) -> Limits:
-        """What holds for a session's whole life."""
+        """Limits of a session from open to close."""
         limits = outcome.effective(Limits(), self._config.default, self._config.cap)
         return replace(
             limits, memory_mb=self._config.session_memory_mb, cpu_s=self._config.cap.cpu_s
@@ -70,10 +68,10 @@ class Sessions:
     async def open(self, session: str | None, ttl_s: float | None) -> SessionInfo:
         """A fresh interpreter under a lease."""
         name = self._new_name(session)
-        link = await self._stock.make("base", self.limits, session=True)
-        family = Family(link, {name})
+        link = await self._workers.make("base", self.limits, session=True)
+        family = SessionFamily(link, {name})
         info = SessionInfo(name, self._ttl(ttl_s))
-        self._live[name] = Session(info, family, time.monotonic() + info.ttl_s)
+        self._live[name] = SessionLease(info, family, time.monotonic() + info.ttl_s)
         try:
             await self._order(family, frames.SESSION_OPEN, name)
         except BaseException:
@@ -84,11 +82,11 @@ class Sessions:
         return info
 
     async def branch(self, session: str, branch: str | None) -> SessionInfo:
-        """A copy of a session's state that goes its own way from here."""
+        """A copy of a session's state that is independent from here on."""
         parent = self._find(session)
         name = self._new_name(branch)
         info = replace(parent.info, id=name, parent=session, calls=0)
-        self._live[name] = Session(info, parent.family, time.monotonic() + info.ttl_s)
+        self._live[name] = SessionLease(info, parent.family, time.monotonic() + info.ttl_s)
         parent.family.members.add(name)
         try:
             reply = await self._order(parent.family, frames.SESSION_BRANCH, session, name)
@@ -105,11 +103,11 @@ class Sessions:
         family = self._find(session).family
         self._forget(session)
         if family.members:
-            with contextlib.suppress(Lost):
+            with contextlib.suppress(WorkerLostError):
                 await self._order(family, frames.SESSION_CLOSE, session)
 
     def drop_all(self) -> None:
-        """The pool closes."""
+        """End every session: the server is closing."""
         if self._janitor is not None:
             self._janitor.cancel()
         for name in list(self._live):
@@ -118,14 +116,14 @@ class Sessions:
     async def run(
         self, session: str, header: WorkerRequest, parts: tuple[bytes, bytes]
     ) -> tuple[WorkerReply, bytes]:
-        """One call in a session; the lease is renewed. Lost: the session is gone for good."""
+        """One call in a session; the lease is renewed. WorkerLostError: the session is lost."""
         lease = self._find(session)
         name = session.encode()
         lease.busy += 1
         try:
             async with lease.family.lock:
                 header = header._replace(kind=frames.SESSION_RUN, name=len(name))
-                reply, body = await lease.family.link.ask(header, (name, *parts), _GRACE_S)
+                reply, body = await lease.family.link.ask(header, (name, *parts))
         except BaseException:
             if not lease.family.link.alive:
                 self._forget_family(lease.family)
@@ -135,7 +133,7 @@ class Sessions:
             lease.expires = time.monotonic() + lease.info.ttl_s
         if reply.cause == frames.NO_SESSION:
             self._forget(session)
-            raise Lost(f"session {session!r} ended: its process is gone")
+            raise WorkerLostError(f"session {session!r} ended with its process")
         if reply.retire:
             self._forget_family(lease.family)
         lease.info = replace(lease.info, calls=lease.info.calls + 1)
@@ -144,17 +142,18 @@ class Sessions:
     # ------------------------------------------------------------------ inside
 
     async def _order(
-        self, family: Family, kind: int, session: str, branch: str = ""
+        self, family: SessionFamily, kind: int, session: str, branch: str = ""
     ) -> WorkerReply:
         limits = self.limits
         name, extra = session.encode(), branch.encode()
         self._sequence += 1
         header = WorkerRequest(
             self._sequence | 1 << 62, kind, len(name), len(extra), 0, limits.memory_mb or 0,
-            limits.processes or 0, limits.file_mb or 0, 0, _OPEN_S, limits.cpu_s or 0.0,
+            limits.processes or 0, limits.file_mb or 0, 0, deadlines.SESSION_ORDER_S,
+            limits.cpu_s or 0.0,
         )  # fmt: skip
         async with family.lock:
-            reply, _ = await family.link.ask(header, (name, extra), _GRACE_S)
+            reply, _ = await family.link.ask(header, (name, extra))
         return reply
 
     def _new_name(self, wanted: str | None) -> str:
@@ -171,11 +170,11 @@ class Sessions:
     def _ttl(self, asked: float | None) -> float:
         return min(asked or self._config.session_ttl_s, self._config.session_ttl_s)
 
-    def _find(self, session: str) -> Session:
-        found = self._live.get(session)
-        if found is None:
+    def _find(self, session: str) -> SessionLease:
+        lease = self._live.get(session)
+        if lease is None:
             raise UserError(f"no session {session!r}: it was never opened, was closed or expired")
-        return found
+        return lease
 
     def _forget(self, session: str) -> None:
         lease = self._live.pop(session, None)
@@ -183,14 +182,14 @@ class Sessions:
             return
         lease.family.members.discard(session)
         if not lease.family.members:
-            self._stock.drop(lease.family.link)
+            self._workers.drop(lease.family.link)
 
-    def _forget_family(self, family: Family) -> None:
+    def _forget_family(self, family: SessionFamily) -> None:
         for name in list(family.members):
             self._forget(name)
 
     async def _expire(self) -> None:
-        """Close what nobody used within its lease."""
+        """Close sessions whose lease has expired."""
         while True:
             now = time.monotonic()
             for name, lease in list(self._live.items()):

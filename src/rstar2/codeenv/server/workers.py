@@ -1,7 +1,9 @@
-"""The stock of warm workers: zygotes by flavour, workers by the limits their jails were built with.
+"""Warm workers: the socket to each (`WorkerLink`), and the pool that starts and keeps them.
 
-Knows no calls and no queue. A worker is taken, used by one caller, and given back or dropped; idle
-workers of unusual kinds make room for others. Zygotes that died are started again when needed.
+The pool keeps zygotes by flavour and workers by the limits their jails were built with. It knows no
+calls and no queue. The executor takes a worker, uses it for one call, and gives it back or drops
+it. Idle workers of unusual kinds make room for others. Zygotes that died are started again when
+needed. Event loop only: nothing blocks, and every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -11,30 +13,167 @@ import contextlib
 import itertools
 import os
 import shutil
+import signal
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rstar2.codeenv.jail import cgroups
+from rstar2.codeenv import deadlines
+from rstar2.codeenv.jail import cgroups, frames
 from rstar2.codeenv.jail.confine import JailSpec
+from rstar2.codeenv.jail.frames import WorkerReply, WorkerRequest
 from rstar2.codeenv.server import probe
-from rstar2.codeenv.server.links import WorkerLink, ZygoteLink
-from rstar2.errors import CodeEnvError, DeadlineError
+from rstar2.codeenv.server.zygotes import WorkerLostError, ZygoteLink
+from rstar2.errors import CodeEnvError, DeadlineError, IsolationError
 from rstar2.types import Limits
 
 OVERHEAD_MB = 192
-"""Memory of the worker itself in its control group, beside what its calls may use."""
+"""Memory of the worker itself in its control group, in addition to what its calls may use."""
 _UID_FIRST, _UIDS = 50_000, 10_000
-"""Uids for workers when the service is root; services start at different ones."""
+"""Uids for workers when the server is root; servers start at different ones."""
 _PER_SLOT = 5
 """Workers kept per slot, of all kinds together: one of each flavour."""
 
-Key = tuple[str, int, int, int]
+WorkerKey = tuple[str, int, int, int]
 
 
-class Stock:
-    """Makes, keeps and ends workers; `directory` and control groups are its traces on the host."""
+class WorkerLink(asyncio.Protocol):
+    """The socket to one worker: one request, then its reply, in turn."""
+
+    def __init__(self, spec: JailSpec, flavour: str) -> None:
+        self.spec = spec
+        self.flavour = flavour
+        self.pid = 0
+        self._pidfd = -1
+        self.calls = 0
+        self.oom_seen = 0
+        self.alive = True
+        self.used_at = time.monotonic()
+        self._transport: asyncio.Transport | None = None
+        self._buffer = bytearray()
+        self._header: WorkerReply | None = None
+        self._waiting: asyncio.Future[tuple[WorkerReply, bytes]] | None = None
+        self._hello: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.exited: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        """Set when the zygote has reaped the worker: did the kernel kill it for memory?"""
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def busy(self) -> bool:
+        """True while a call runs in it."""
+        return self._waiting is not None
+
+    def on_spawned(self, pid: int) -> None:
+        """Open a handle on the process: unlike its pid, it is never reused."""
+        self.pid = pid
+        with contextlib.suppress(ProcessLookupError):
+            self._pidfd = os.pidfd_open(pid)
+
+    def on_exited(self, oom: bool) -> None:
+        """The zygote has reaped the process."""
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+        if not self.exited.done():
+            self.exited.set_result(oom)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        if not self._hello.done():
+            self._greet()
+            return
+        if self._header is None:
+            size = frames.REPLY.size
+            if len(self._buffer) < size:
+                return
+            self._header = WorkerReply(*frames.REPLY.unpack_from(self._buffer))
+            del self._buffer[:size]
+        if len(self._buffer) < self._header.body:
+            return
+        body, header = bytes(self._buffer[: self._header.body]), self._header
+        del self._buffer[: header.body]
+        self._header = None
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result((header, body))
+
+    def _greet(self) -> None:
+        if b"\n" not in self._buffer:
+            return
+        line, _, rest = bytes(self._buffer).partition(b"\n")
+        self._buffer = bytearray(rest)
+        if line + b"\n" == frames.HELLO:
+            self._hello.set_result(None)
+        else:
+            self._hello.set_exception(IsolationError(line.decode("utf-8", "replace")))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.alive = False
+        lost = WorkerLostError(f"worker {self.name} ended without an answer")
+        if not self._hello.done():
+            self._hello.set_exception(lost)
+            self._hello.exception()  # retrieved here in case nobody awaits it after a failed spawn
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_exception(lost)
+
+    async def greeted(self) -> None:
+        """Wait until the worker serves; IsolationError says why its jail could not be built."""
+        try:
+            async with asyncio.timeout(deadlines.SPAWN_S):
+                await self._hello
+        except TimeoutError:
+            self.kill()
+            raise DeadlineError(
+                f"worker {self.name} was not ready in {deadlines.SPAWN_S:g} s"
+            ) from None
+
+    async def ask(
+        self, request: WorkerRequest, parts: tuple[bytes, ...]
+    ) -> tuple[WorkerReply, bytes]:
+        """One call. A worker that is silent WORKER_GRACE_S after the wall limit is killed."""
+        if self._transport is None or not self.alive:
+            raise WorkerLostError(f"worker {self.name} has ended")
+        self._waiting = asyncio.get_running_loop().create_future()
+        self._transport.writelines([request.pack(), *parts])
+        self.calls += 1
+        self.used_at = time.monotonic()
+        try:
+            async with asyncio.timeout(request.wall_s + deadlines.WORKER_GRACE_S):
+                header, body = await self._waiting
+        except TimeoutError:
+            self.kill()
+            raise WorkerLostError(f"worker {self.name} hung and was killed") from None
+        except asyncio.CancelledError:
+            self.kill()
+            raise
+        finally:
+            self._waiting = None
+        if header.seq != request.seq:
+            self.kill()
+            raise WorkerLostError(
+                f"worker {self.name} answered {header.seq} instead of {request.seq}"
+            )
+        return header, body
+
+    def kill(self) -> None:
+        """End the worker now, and everything in its namespace."""
+        self.alive = False
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class WorkerPool:
+    """Starts, keeps and ends workers. On the host it leaves `directory` and control groups."""
 
     def __init__(self, isolation: str, slots: int, functions: Mapping[str, str]) -> None:
         self.isolation = isolation
@@ -46,12 +185,12 @@ class Stock:
         self._zygotes: dict[str, ZygoteLink] = {}
         self._starting: dict[str, asyncio.Task[ZygoteLink]] = {}
         self._background: set[asyncio.Task[Any]] = set()
-        self._idle: dict[Key, list[WorkerLink]] = {}
+        self._idle: dict[WorkerKey, list[WorkerLink]] = {}
         self._numbers = itertools.count(1)
         self._tree = cgroups.ControlGroupTree([])
 
     async def start(self) -> None:
-        """Sweep what dead services left, then warm up the common flavour."""
+        """Remove what dead servers left on the host, then warm up the common flavour."""
         await asyncio.get_running_loop().run_in_executor(None, self._prepare_host)
         await self.zygote("base")
 
@@ -62,7 +201,7 @@ class Stock:
         self._tree = cgroups.ControlGroupTree(cgroups.hierarchies())
 
     def start_others(self) -> None:
-        """Warm up the other flavours meanwhile; calls that need one early wait or do without."""
+        """Warm up the other flavours in the background; until then calls use `base`."""
         task = asyncio.create_task(self._start_each("plain", "numpy", "verify", "scipy"))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -70,10 +209,10 @@ class Stock:
     async def _start_each(self, *flavours: str) -> None:
         for flavour in flavours:
             with contextlib.suppress(CodeEnvError, DeadlineError):
-                await self.zygote(flavour)  # if it cannot start now, it is tried again when needed
+                await self.zygote(flavour)  # started again when a call needs it
 
     async def close(self) -> None:
-        """End every process and remove every trace."""
+        """End every process and remove every directory and control group."""
         for task in [*self._background, *self._starting.values()]:
             task.cancel()
         await asyncio.gather(*self._background, *self._starting.values(), return_exceptions=True)
@@ -86,7 +225,7 @@ class Stock:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def warm(self, flavour: str) -> bool:
-        """Is this flavour ready without waiting?"""
+        """True if a zygote of this flavour is ready."""
         zygote = self._zygotes.get(flavour)
         return zygote is not None and zygote.alive
 
@@ -154,8 +293,9 @@ class Stock:
             group=group,
             session=session,
         )
+        link = WorkerLink(spec, flavour)
         try:
-            link = await zygote.spawn(spec)
+            await zygote.spawn(link)
         except BaseException:
             self._tree.remove(group)
             raise
@@ -172,7 +312,7 @@ class Stock:
         link.kill()
 
     def _make_room(self) -> None:
-        """Keep idle workers of other kinds from piling up."""
+        """End the longest idle workers when there are too many."""
         while len(self.links) >= self.most:
             idle = [link for links in self._idle.values() for link in links]
             if not idle:
@@ -182,6 +322,6 @@ class Stock:
             self.drop(oldest)
 
 
-def _key(link: WorkerLink) -> Key:
+def _key(link: WorkerLink) -> WorkerKey:
     spec = link.spec
     return (link.flavour, spec.memory_mb, spec.processes, spec.scratch_mb)

@@ -1,0 +1,166 @@
+"""The server's side of a zygote: starts the process, asks it for workers, hears of their ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rstar2.codeenv import deadlines
+from rstar2.codeenv.jail import zygote
+from rstar2.errors import CodeEnvError, DeadlineError, IsolationError
+
+if TYPE_CHECKING:
+    from rstar2.codeenv.server.workers import WorkerLink
+
+
+class WorkerLostError(CodeEnvError):
+    """A worker or zygote exited without a reply."""
+
+
+class ZygoteLink:
+    """One zygote process and the workers it forked."""
+
+    def __init__(self, flavour: str, functions: Mapping[str, str]) -> None:
+        self.flavour = flavour
+        self._functions = dict(functions)
+        self._workers: dict[str, WorkerLink] = {}
+        self._spawned: dict[str, asyncio.Future[int]] = {}
+        self._process: asyncio.subprocess.Process | None = None
+        self._control: socket.socket | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self.alive = False
+        self.ready: dict[str, Any] = {}
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process else 0
+
+    async def start(self) -> None:
+        """Start the process and wait until it is warm."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        settings = json.dumps({"flavour": self.flavour, "functions": self._functions})
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._placed(theirs.fileno(), settings),
+                env=zygote.environment(),
+                cwd="/",
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=sys.stderr.fileno()
+                if os.environ.get("RSTAR2_CODEENV_DEBUG")
+                else asyncio.subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
+        self._control = ours
+        try:
+            async with asyncio.timeout(deadlines.ZYGOTE_WARM_UP_S):
+                data = await asyncio.get_running_loop().sock_recv(ours, 1 << 16)
+        except TimeoutError:
+            await self.close()
+            raise DeadlineError(
+                f"the {self.flavour} zygote was not warm in {deadlines.ZYGOTE_WARM_UP_S} s"
+            ) from None
+        if not data:
+            await self.close()
+            raise CodeEnvError(f"the {self.flavour} zygote died while warming up")
+        self.ready = json.loads(data)
+        self.alive = True
+        self._reader = asyncio.create_task(self._listen(), name=f"zygote-{self.flavour}")
+
+    @staticmethod
+    def _placed(descriptor: int, settings: str) -> list[str]:
+        return [*zygote.command(), settings, str(descriptor)]
+
+    async def _listen(self) -> None:
+        assert self._control is not None
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                data = await loop.sock_recv(self._control, 1 << 16)
+            except OSError:
+                data = b""
+            if not data:
+                break
+            self._heard(json.loads(data))
+        self.alive = False
+        for future in self._spawned.values():
+            if not future.done():
+                future.set_exception(WorkerLostError(f"the {self.flavour} zygote ended"))
+        for link in list(self._workers.values()):
+            link.on_exited(oom=False)
+
+    def _heard(self, message: dict[str, Any]) -> None:
+        if "spawned" in message or "failed" in message:
+            name = message.get("spawned") or message["failed"]
+            future = self._spawned.pop(name, None)
+            if future is None or future.done():
+                return
+            if "pid" in message:
+                future.set_result(message["pid"])
+            else:
+                future.set_exception(IsolationError(message["error"]))
+        elif "exited" in message:
+            link = self._workers.pop(message["exited"], None)
+            if link is not None:
+                link.on_exited(oom=message["oom"] > 0)
+
+    async def spawn(self, link: WorkerLink) -> None:
+        """Fork a worker into its jail, connect it to `link` and wait until it serves."""
+        spec = link.spec
+        if self._control is None or not self.alive:
+            raise WorkerLostError(f"the {self.flavour} zygote has ended")
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours.setblocking(False)
+        self._workers[spec.name] = link
+        future: asyncio.Future[int] = loop.create_future()
+        self._spawned[spec.name] = future
+        try:
+            message = json.dumps({"spec": asdict(spec)}).encode()
+            socket.send_fds(self._control, [message], [theirs.fileno()])
+            theirs.close()
+            async with asyncio.timeout(deadlines.SPAWN_S):
+                link.on_spawned(await future)
+            await loop.create_unix_connection(lambda: link, sock=ours)
+            await link.greeted()
+        except (OSError, TimeoutError) as error:
+            ours.close()
+            raise WorkerLostError(f"worker {spec.name} could not be started: {error!r}") from error
+        except BaseException:
+            link.kill()
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            self._spawned.pop(spec.name, None)
+
+    async def close(self, within_s: float = deadlines.ZYGOTE_STOP_S) -> None:
+        """Close the control socket: the zygote reaps its workers and ends, or is killed."""
+        self.alive = False
+        if self._reader is not None:
+            self._reader.cancel()
+        if self._control is not None:
+            self._control.close()
+        if self._process is None:
+            return
+        if not self.ready:  # still warming up: it has no workers yet and does not listen
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+        try:
+            async with asyncio.timeout(within_s):
+                await self._process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
