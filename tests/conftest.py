@@ -4,10 +4,31 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+from tests.attacks.attacker import VARIANTS
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+class SharedFixtureScheduling(LoadScopeScheduling):  # type: ignore[misc]
+    """Tests that share a costly fixture run in one process: those of a file or a cell."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file, _, name = nodeid.partition("::")
+        if not file.startswith("tests/attacks/"):
+            return file
+        parameters = name.partition("[")[2]
+        return max(v for v in ("", *VARIANTS) if parameters.startswith(v))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedFixtureScheduling | None:
+    """Replace `--dist loadfile`."""
+    return SharedFixtureScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")

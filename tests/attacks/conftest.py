@@ -1,4 +1,7 @@
-"""One cell per variant for all attacks. After each attack the canaries are checked."""
+"""One cell per variant for all attacks. After each attack the canaries are checked.
+
+With pytest-xdist, all attacks of a variant run in the same process (see tests/conftest.py).
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run every attack in every variant. A module may name a subset in `VARIANTS`."""
     if "shared_cell" in metafunc.fixturenames:
         wanted = getattr(metafunc.module, "VARIANTS", tuple(VARIANTS))
-        marks = {name: (pytest.mark.slow, pytest.mark.xdist_group(name)) for name in wanted}
-        parameters = [pytest.param(name, marks=marks[name]) for name in wanted]
+        parameters = [pytest.param(name, marks=pytest.mark.slow) for name in wanted]
         metafunc.parametrize("shared_cell", parameters, indirect=True, scope="session")
 
 
