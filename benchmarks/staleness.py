@@ -19,7 +19,7 @@ from typing import Any
 from common import Row, arguments, finish, say, write_chart
 from rstar2.config import load_recipe
 from rstar2.pipeline.controller import run
-from rstar2.pipeline.view import Quiet
+from rstar2.pipeline.progress import QuietView
 from rstar2.record import RunDirectory, read_metrics
 from rstar2.report.svg import Series, line_chart
 
@@ -30,7 +30,7 @@ def train(path: Path, *changes: str) -> list[dict[str, Any]]:
     """Run the tiny recipe with changes; returns the metrics of its RL steps."""
     recipe = load_recipe("tiny", list(changes)).recipe
     with RunDirectory.create_or_resume(path, recipe) as directory:
-        asyncio.run(run(recipe, directory, Quiet()))
+        asyncio.run(run(recipe, directory, QuietView()))
     return [m for m in read_metrics(path) if m["stage"] == "stage1"]
 
 

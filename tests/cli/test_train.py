@@ -21,7 +21,7 @@ from rstar2.cli import main
 from rstar2.cli.train import Pipeline, again, execute
 from rstar2.config import Recipe, load_recipe
 from rstar2.errors import EngineError, RecipeError
-from rstar2.pipeline.view import StageKind, View
+from rstar2.pipeline.progress import ProgressView, StageKind
 from rstar2.record import RunDirectory, read_events, read_metrics
 from rstar2.types import Estimate, Evaluation
 
@@ -46,7 +46,7 @@ def tiny(*overrides: str) -> Recipe:
     return load_recipe("tiny", ["sft.steps=21", *overrides]).recipe
 
 
-async def small_run(recipe: Recipe, run: RunDirectory, view: View) -> None:
+async def small_run(recipe: Recipe, run: RunDirectory, view: ProgressView) -> None:
     """A pipeline that only records: two steps of SFT and an evaluation."""
     run.rewind("sft", 0)
     view.stage("sft", StageKind.SFT, 2)
@@ -171,7 +171,7 @@ def test_json_is_all_there_is_on_stdout(tmp_path: Path, capfd: Any) -> None:
     assert Path(result["report"]).exists()
 
 
-async def forbidden(recipe: Recipe, run: RunDirectory, view: View) -> None:
+async def forbidden(recipe: Recipe, run: RunDirectory, view: ProgressView) -> None:
     pytest.fail("a finished run was started again")
 
 
@@ -189,7 +189,7 @@ def test_a_finished_run_says_so_and_fresh_starts_anew(tmp_path: Path, capfd: Any
 
 
 def stopped_by(number: signal.Signals) -> Pipeline:
-    async def pipeline(recipe: Recipe, run: RunDirectory, view: View) -> None:
+    async def pipeline(recipe: Recipe, run: RunDirectory, view: ProgressView) -> None:
         run.metrics("sft", 1, {"loss": 1.0})
         os.kill(os.getpid(), number)
         await asyncio.sleep(30)
@@ -211,7 +211,7 @@ def test_a_signal_stops_in_order_and_says_how_to_go_on(
 
 
 def test_losing_an_engine_to_the_same_signal_is_no_failure(tmp_path: Path, capfd: Any) -> None:
-    async def pipeline(recipe: Recipe, run: RunDirectory, view: View) -> None:
+    async def pipeline(recipe: Recipe, run: RunDirectory, view: ProgressView) -> None:
         try:
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.sleep(30)
@@ -225,7 +225,7 @@ def test_losing_an_engine_to_the_same_signal_is_no_failure(tmp_path: Path, capfd
 
 
 def test_log_messages_go_to_a_file(tmp_path: Path, capfd: Any) -> None:
-    async def pipeline(recipe: Recipe, run: RunDirectory, view: View) -> None:
+    async def pipeline(recipe: Recipe, run: RunDirectory, view: ProgressView) -> None:
         logging.getLogger("asyncio").warning("socket.send() raised exception.")
 
     execute(tiny(), tmp_path, pipeline=pipeline)
@@ -234,7 +234,7 @@ def test_log_messages_go_to_a_file(tmp_path: Path, capfd: Any) -> None:
 
 
 def test_a_failed_run_is_recorded_and_lets_the_directory_go(tmp_path: Path) -> None:
-    async def failing(recipe: Recipe, run: RunDirectory, view: View) -> None:
+    async def failing(recipe: Recipe, run: RunDirectory, view: ProgressView) -> None:
         raise EngineError("engine 0 is gone")
 
     with pytest.raises(EngineError):

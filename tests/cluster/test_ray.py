@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rstar2.pipeline.figures import timeless
+from rstar2.pipeline.step_metrics import timeless
 from rstar2.record import is_finished, read_events, read_groups, read_metrics
 from tests.cluster import faults_table
 

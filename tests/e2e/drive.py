@@ -19,7 +19,7 @@ from typing import Any
 
 from rstar2.learner import checkpoint
 from rstar2.pipeline.controller import run
-from rstar2.pipeline.view import Quiet, StageKind
+from rstar2.pipeline.progress import QuietView, StageKind
 from rstar2.record import RunDirectory
 from tests.e2e.miniature import miniature
 
@@ -28,7 +28,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Killer(Quiet):
+class Killer(QuietView):
     """A view that ends its process when it sees the moment come."""
 
     def __init__(self, moment: str) -> None:
@@ -76,9 +76,8 @@ async def supervised(recipe: Any, directory: RunDirectory, view: Killer) -> None
 def main() -> None:
     data, path, moment = sys.argv[1:]
     if moment.startswith("checkpoint:"):
-        checkpoint.write_synced = half_written(
-            checkpoint.write_synced, int(moment.partition(":")[2])
-        )
+        number = int(moment.partition(":")[2])
+        checkpoint.write_meta = half_written(checkpoint.write_meta, number)
     recipe = miniature(Path(data))
     with RunDirectory.create_or_resume(path, recipe) as directory:
         try:

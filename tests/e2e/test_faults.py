@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from rstar2.config import Recipe
-from rstar2.pipeline import parts
-from rstar2.pipeline.controller import Result, run
-from rstar2.pipeline.view import Quiet, StageKind
+from rstar2.pipeline import runtime
+from rstar2.pipeline.controller import TrainingResult, run
+from rstar2.pipeline.progress import QuietView, StageKind
 from rstar2.record import RunDirectory, read_groups, read_metrics
 from tests.e2e.miniature import miniature
 
@@ -25,7 +25,7 @@ STAGE = {"name": "only", "max_length": 128, "max_turns": 3, "steps": 3}
 
 
 @dataclass
-class Watcher(Quiet):
+class Watcher(QuietView):
     """Calls back once, at the first sign of progress in a stage."""
 
     stage_name: str = ""
@@ -57,7 +57,7 @@ def recipe_from(finished: Path, directory: Path, **rl: Any) -> Recipe:
     )
 
 
-def execute(recipe: Recipe, path: Path, view: Watcher) -> Result:
+def execute(recipe: Recipe, path: Path, view: Watcher) -> TrainingResult:
     with RunDirectory.create_or_resume(path, recipe) as directory:
         return asyncio.run(run(recipe, directory, view))
 
@@ -66,13 +66,13 @@ def test_killed_engine_comes_back_and_no_rollout_is_lost(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines: list[Any] = []
-    make = parts.make_engines
+    make = runtime.make_engines
 
     def remember(*args: Any) -> list[Any]:
         engines.extend(make(*args))
         return engines
 
-    monkeypatch.setattr(parts, "make_engines", remember)
+    monkeypatch.setattr(runtime, "make_engines", remember)
 
     def kill_engine() -> None:
         os.kill(engines[0]._link._body.pid, signal.SIGKILL)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rstar2.pipeline.figures import timeless
+from rstar2.pipeline.step_metrics import timeless
 from rstar2.record import is_finished, read_evaluations, read_events, read_groups, read_metrics
 from tests.e2e.driving import drive
 

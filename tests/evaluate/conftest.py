@@ -12,7 +12,7 @@ import pytest
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory with one export (`sft`) and the run's own evaluations of it."""
     from rstar2.pipeline.controller import run
-    from rstar2.pipeline.view import Quiet
+    from rstar2.pipeline.progress import QuietView
     from rstar2.record import RunDirectory
     from tests.e2e.miniature import miniature
 
@@ -20,6 +20,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole = miniature(root / "data")
     recipe = miniature(root / "data", rl=whole.rl.model_copy(update={"stages": ()}))
     with RunDirectory.create_or_resume(root / "run", recipe) as directory:
-        asyncio.run(run(recipe, directory, Quiet()))
+        asyncio.run(run(recipe, directory, QuietView()))
         directory.event("finished")
     return root / "run"

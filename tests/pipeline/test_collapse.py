@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 
 from rstar2.config import CollapseConfig
-from rstar2.pipeline.collapse import watch
-from rstar2.pipeline.state import State, Window
+from rstar2.pipeline.collapse import CollapseWindow, detect_collapse
+from rstar2.pipeline.state import RunState
 
 CONFIG = CollapseConfig(window=3, reward_drop=0.5, entropy_floor=0.05, format_drop=0.5)
 
 
 def run(
     rewards: list[float], entropy: float = 1.0, formats: list[float] | None = None
-) -> tuple[Window, int, str]:
-    window = Window()
+) -> tuple[CollapseWindow, int, str]:
+    window = CollapseWindow()
     for step, reward in enumerate(rewards, start=1):
         share = formats[step - 1] if formats else 1.0
-        window, reason = watch(
+        window, reason = detect_collapse(
             window, CONFIG, step=step, reward=reward, entropy=entropy, format_share=share
         )
         if reason:
@@ -49,7 +49,9 @@ def test_nothing_is_judged_before_the_window_is_full() -> None:
 
 
 def test_state_travels_as_json() -> None:
-    state = State(phase="hard", step=3, done=("sft",), kept={"hard": (1, 5)}, window=Window((0.5,)))
-    assert State.from_dict(json.loads(json.dumps(state.to_dict()))) == state
+    state = RunState(
+        phase="hard", step=3, done=("sft",), kept={"hard": (1, 5)}, window=CollapseWindow((0.5,))
+    )
+    assert RunState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
     assert state.begin("hard") is state
     assert state.begin("next").step == 0

@@ -11,7 +11,7 @@ import pytest
 from rstar2.agent.loop import RolloutSpec
 from rstar2.config import RlConfig, RocConfig, StageConfig
 from rstar2.errors import EngineError, InfrastructureError
-from rstar2.rollout.collector import Collected, Collector, ProblemOrder
+from rstar2.rollout.collector import CollectedStep, Collector, ProblemOrder
 from rstar2.types import Group, Problem, Reward, StopReason, Trajectory, Turn
 
 STAGE = StageConfig(name="short", steps=4, max_length=64, max_turns=3)
@@ -64,13 +64,18 @@ def problems(count: int) -> list[Problem]:
     return [Problem(str(i), f"q{i}", "1", kind="k") for i in range(count)]
 
 
-async def collect(runner: DiceRunner, *, step: int = 1, position: int = 0) -> Collected:
-    return await Collector(runner, problems(50), RL, STAGE, seed=7).collect(step, position)
+def teaches(step: int, group: Group) -> bool:
+    return group.informative
+
+
+async def collect(runner: DiceRunner, *, step: int = 1, position: int = 0) -> CollectedStep:
+    collector = Collector(runner, problems(50), RL, STAGE, seed=7, teaches=teaches)
+    return await collector.collect(step, position)
 
 
 async def test_the_same_groups_whatever_finishes_first() -> None:
     expected = await collect(DiceRunner(0, solved=0.8))
-    assert len(expected.pairs) == 4
+    assert len(expected.groups) == 4
     assert len(expected.drawn) > 4, "some groups were all-equal and were refilled"
     assert expected.drawn[-1].used, "nothing is drawn beyond the group that filled the batch"
     for timing in range(1, 12):
@@ -86,7 +91,7 @@ async def test_no_more_groups_in_flight_than_are_missing() -> None:
 async def test_refill_stops_at_the_cap() -> None:
     runner = DiceRunner(0, solved=1.0)
     collected = await collect(runner)
-    assert collected.pairs == ()
+    assert collected.groups == ()
     assert len(collected.drawn) == collected.position == 12
 
 

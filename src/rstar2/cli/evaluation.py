@@ -137,7 +137,7 @@ class EvalJob:
             endpoint = session.ChatEndpoint(self.url, self.served_model, self.api_key)
             opened = session.open_endpoint(self.recipe, endpoint, self.recipe.template)
             return opened, self.recipe.template.model_dump()
-        from rstar2.pipeline.parts import scheduling
+        from rstar2.pipeline.runtime import scheduling
 
         engine, length = self.recipe.engine, self.asked.max_length
         recipe = self.recipe.model_copy(

@@ -24,12 +24,12 @@ from rich.console import Console
 from rstar2.config import LoadedRecipe, Recipe, load_recipe, preflight
 from rstar2.config.show import render
 from rstar2.errors import RecipeError, UserError
-from rstar2.pipeline.view import View
+from rstar2.pipeline.progress import ProgressView
 from rstar2.record import RunDirectory, is_finished, read_evaluations
 from rstar2.track import check_trackers
 from rstar2.types import encode
 
-Pipeline = Callable[[Recipe, RunDirectory, View], Awaitable[Any]]
+Pipeline = Callable[[Recipe, RunDirectory, ProgressView], Awaitable[Any]]
 
 INTRO = """\
 [bold]rstar2 quickstart[/]  the whole rStar2-Agent recipe, small enough for this machine
@@ -196,7 +196,7 @@ def _supervise(
     recipe: Recipe, directory: RunDirectory, pipeline: Pipeline | None, console: Console
 ) -> None:
     """Run the pipeline; a signal stops it in order, and says how to go on."""
-    from rstar2.pipeline.live import make_view
+    from rstar2.pipeline.progress import make_view
 
     view = make_view()
     run_pipeline = pipeline or _real_pipeline(recipe)

@@ -7,7 +7,7 @@
 """
 
 from rstar2.grpo.advantage import advantages
-from rstar2.grpo.batch import make_batch, split_minibatches, teaches
+from rstar2.grpo.batch import make_batch, resample_groups, split_minibatches, teaches
 from rstar2.grpo.roc import (
     error_penalty,
     format_penalty,
@@ -22,6 +22,7 @@ __all__ = [
     "format_penalty",
     "make_batch",
     "penalties",
+    "resample_groups",
     "resample_on_correct",
     "select",
     "split_minibatches",

@@ -1,21 +1,28 @@
-"""From resampled groups to a batch: advantages are settled here, before anything is packed, so no
-later split over micro-batches, mini-batches or ranks can change a group's statistics.
+"""From collected groups to a batch: resampling (2G to G rollouts per group), then advantages.
 
-Truncated rollouts stay in, with the reward that they have (0). Leaving them out of the loss
-(`overlong_filter`) and down-weighting repetition (`ngram_penalty`) exist as ablations only.
+Advantages are computed before anything is packed, so no later split over micro-batches,
+mini-batches or ranks can change a group's statistics. Truncated rollouts stay in, with their
+reward (0). Leaving them out of the loss (`overlong_filter`) and reducing the weight of repetition
+(`ngram_penalty`) exist as ablations only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rstar2.config import LossConfig
+from rstar2.config import LossConfig, RocConfig
 from rstar2.errors import InvariantError
 from rstar2.grpo.advantage import advantages
+from rstar2.grpo.roc import select
 from rstar2.types import Batch, Group, Sample, Selection, Trajectory
 
 NGRAM = 20
 """Sampled tokens in a row that count as repetition when they occur again."""
+
+
+def resample_groups(groups: Iterable[Group], config: RocConfig, seed: int) -> tuple[Selection, ...]:
+    """Select the rollouts of each group to learn from, in the order of the groups."""
+    return tuple(select(group, config, seed) for group in groups)
 
 
 def teaches(selection: Selection) -> bool:
@@ -58,7 +65,7 @@ def _samples(group: Group, selection: Selection, loss: LossConfig) -> Iterable[S
 
 
 def repeated_share(trajectory: Trajectory, n: int = NGRAM) -> float:
-    """Share of a rollout's n-grams of sampled tokens that occurred before in it."""
+    """Share of a rollout's n-grams of sampled tokens that occurred earlier in the rollout."""
     seen: set[tuple[int, ...]] = set()
     total = repeated = 0
     for turn in trajectory.turns:
@@ -71,7 +78,7 @@ def repeated_share(trajectory: Trajectory, n: int = NGRAM) -> float:
 
 
 def split_minibatches(samples: Sequence[Sample], count: int) -> list[tuple[Sample, ...]]:
-    """Cut a batch into at most `count` runs of whole groups, as equal in groups as can be."""
+    """Split a batch into at most `count` parts of whole groups, as equal in groups as possible."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)

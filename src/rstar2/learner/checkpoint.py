@@ -1,14 +1,14 @@
-"""Checkpoints of the learner: whole or absent, a bounded number, restorable onto any ranks.
+"""Checkpoints of the learner: complete or absent, bounded in number, for any number of ranks.
 
     step-00000012/
       state/        weights and optimizer moments by name (torch.distributed.checkpoint)
       meta.json     written last: format, model, optimizer and its step, RNG, the caller's state,
                     and the size of every file of state/
 
-Invariants: a directory gets its name by one rename after all of its bytes are on disk, so a
-process killed while writing leaves the previous checkpoint as the latest; what it left behind is
-removed by the next save. A checkpoint whose files are missing or short is *torn*: skipped with a
-warning. One that this code did not write, or of another model, is *foreign*: an error by name.
+Invariants: a directory gets its name by one rename after all of its bytes are on disk, so the
+previous checkpoint stays the latest if a process is killed while writing; the next save removes the
+leftover. A checkpoint whose files are missing or short is *torn* and is skipped with a warning. One
+that this code did not write, or that belongs to another model, raises CheckpointError.
 """
 
 from __future__ import annotations
@@ -19,23 +19,19 @@ import logging
 import random
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from rstar2.config import OptimizerConfig
 from rstar2.errors import CheckpointError
 from rstar2.files import remove_unfinished, replacing_directory
-
-if TYPE_CHECKING:
-    from rstar2.learner.learner import Learner
 
 FORMAT = "rstar2-checkpoint"
 VERSION = 1
@@ -46,18 +42,40 @@ logger = logging.getLogger("rstar2.checkpoint")
 
 
 class TornError(CheckpointError):
-    """A checkpoint that was not written to its end, or lost bytes since."""
+    """A checkpoint that was not written completely, or that has lost bytes since."""
+
+
+class Checkpointable(Protocol):
+    """What one rank of a learner offers to `save` and `load`."""
+
+    rank: int
+
+    def parameter_shapes(self) -> dict[str, list[int]]:
+        """Shapes by parameter name: they identify the model."""
+        ...
+
+    def checkpoint_facts(self) -> dict[str, Any]:
+        """Everything besides tensors that must be restored, as plain values."""
+        ...
+
+    def checkpoint_tensors(self) -> dict[str, Any]:
+        """Live tensors by name; a checkpoint is loaded into them in place."""
+        ...
+
+    def prepare_restore(self, facts: Mapping[str, Any]) -> None:
+        """Restore the facts and allocate every tensor that the checkpoint has."""
+        ...
 
 
 class Saveable(Protocol):
-    """What the store needs of a learner (one rank or a group of them)."""
+    """What the store needs of a learner (one rank or a group of ranks)."""
 
     def save(self, path: str | Path, extra: dict[str, Any] | None = None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """A complete checkpoint: its step, where it is, and the caller's state."""
+class SavedCheckpoint:
+    """A complete checkpoint: its step, its path and the caller's state."""
 
     step: int
     path: Path
@@ -79,7 +97,7 @@ class CheckpointStore:
             shutil.rmtree(old)
         return path
 
-    def latest(self) -> Saved | None:
+    def latest(self) -> SavedCheckpoint | None:
         """The newest complete checkpoint; torn ones are skipped with a warning."""
         for path in reversed(self._paths()):
             try:
@@ -87,7 +105,7 @@ class CheckpointStore:
             except TornError as error:
                 logger.warning("%s; the previous checkpoint is used", error)
                 continue
-            return Saved(int(extra["step"]), path, extra["state"])
+            return SavedCheckpoint(int(extra["step"]), path, extra["state"])
         return None
 
     def _paths(self) -> list[Path]:
@@ -98,37 +116,34 @@ class CheckpointStore:
 # --------------------------------------------------------------------------- one checkpoint
 
 
-def save(path: Path, learner: Learner, extra: dict[str, Any]) -> None:
+def save(path: Path, learner: Checkpointable, extra: dict[str, Any]) -> None:
     """Write a checkpoint; called by every rank."""
     if learner.rank == 0:
         remove_unfinished(path.parent)
     with replacing_directory(path) if learner.rank == 0 else nullcontext() as temporary:
-        directory = _told_by_rank_0(temporary)
-        with _one_process_is_meant():
-            dcp.save(_tensors(learner), checkpoint_id=directory / STATE)
+        directory = _path_of_rank_0(temporary)
+        with _without_process_group_warning():
+            dcp.save(learner.checkpoint_tensors(), checkpoint_id=directory / STATE)
         if learner.rank == 0:
             meta = json.dumps(_meta(learner, directory, extra), indent=1)
-            (directory / META).write_text(meta, encoding="utf-8")
-    _told_by_rank_0(path)  # all ranks leave when the rename is done
+            write_meta(directory / META, meta)
+    _path_of_rank_0(path)  # all ranks return after the rename
 
 
-def load(path: Path, learner: Learner) -> dict[str, Any]:
+def load(path: Path, learner: Checkpointable) -> dict[str, Any]:
     """Restore a learner in place; called by every rank. Returns the caller's `extra`."""
     meta = read_meta(path)
-    found = {name: list(p.shape) for name, p in learner._named().items()}
-    if meta["model"] != found:
+    shapes = learner.parameter_shapes()
+    if meta["model"] != shapes:
         raise CheckpointError(
-            f"{path} is a checkpoint of another model: {_difference(meta['model'], found)}"
+            f"{path} is a checkpoint of another model: {_difference(meta['model'], shapes)}"
         )
-    learner.reset_optimizer(OptimizerConfig(**meta["optimizer"]), meta["total_steps"])
-    if meta["reference"]:
-        learner._reference = {n: torch.empty_like(p) for n, p in learner._named().items()}
+    learner.prepare_restore(meta)
     try:
-        with _one_process_is_meant():
-            dcp.load(_tensors(learner), checkpoint_id=path / STATE)
+        with _without_process_group_warning():
+            dcp.load(learner.checkpoint_tensors(), checkpoint_id=path / STATE)
     except (dcp.api.CheckpointException, OSError, RuntimeError) as error:
         raise TornError(f"{path} cannot be read: {error}") from error
-    learner._optimizers.steps = meta["optimizer_steps"]
     torch.set_rng_state(_from_base64(meta["rng"]["torch"]))
     version, internal, gauss = meta["rng"]["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -164,37 +179,28 @@ def read_meta(path: Path) -> dict[str, Any]:
     return meta
 
 
-def _meta(learner: Learner, aside: Path, extra: dict[str, Any]) -> dict[str, Any]:
-    optimizers = learner._optimizers
+def _meta(learner: Checkpointable, directory: Path, extra: dict[str, Any]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": VERSION,
         "extra": extra,
-        "optimizer": optimizers.config.model_dump(mode="json"),
-        "optimizer_steps": optimizers.steps,
-        "total_steps": optimizers.total_steps,
-        "reference": learner._reference is not None,
-        "ranks": learner.ranks,
+        **learner.checkpoint_facts(),
         "rng": {"torch": _to_base64(torch.get_rng_state()), "python": random.getstate()},
-        "files": {part.name: part.stat().st_size for part in sorted((aside / STATE).iterdir())},
-        "model": {name: list(p.shape) for name, p in learner._named().items()},
+        "files": {part.name: part.stat().st_size for part in sorted((directory / STATE).iterdir())},
+        "model": learner.parameter_shapes(),
     }
 
 
-def _tensors(learner: Learner) -> dict[str, Any]:
-    """Everything that is restored in place, by name."""
-    tensors: dict[str, Any] = {f"model.{n}": p.detach() for n, p in learner._named().items()}
-    tensors |= {f"optimizer.{name}": value for name, value in learner._optimizers.state().items()}
-    for name, value in (learner._reference or {}).items():
-        tensors[f"reference.{name}"] = value
-    return tensors
+def write_meta(path: Path, text: str) -> None:
+    """Write the description of a checkpoint, its last file."""
+    path.write_text(text, encoding="utf-8")
 
 
-def _difference(saved: dict[str, list[int]], found: dict[str, list[int]]) -> str:
-    """The first parameter that tells two models apart."""
-    for name in sorted(saved.keys() | found.keys()):
-        if saved.get(name) != found.get(name):
-            return f"{name} is {saved.get(name)} there and {found.get(name)} here"
+def _difference(saved: Mapping[str, list[int]], shapes: Mapping[str, list[int]]) -> str:
+    """The first parameter whose shape differs between two models."""
+    for name in sorted(saved.keys() | shapes.keys()):
+        if saved.get(name) != shapes.get(name):
+            return f"{name} is {saved.get(name)} there and {shapes.get(name)} here"
     return "the order of its parameters differs"
 
 
@@ -202,19 +208,19 @@ def _difference(saved: dict[str, list[int]], found: dict[str, list[int]]) -> str
 
 
 @contextmanager
-def _one_process_is_meant() -> Iterator[None]:
-    """Without a process group torch warns that it takes one process to be meant; it is."""
+def _without_process_group_warning() -> Iterator[None]:
+    """Suppress torch's warning that there is no process group: one rank needs none."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
-def _told_by_rank_0(path: Path | None) -> Path:
-    """Rank 0's path on every rank: nobody goes on before rank 0 is here."""
-    told: list[Any] = [str(path)]
+def _path_of_rank_0(path: Path | None) -> Path:
+    """Rank 0's path on every rank; all ranks wait here for rank 0."""
+    shared: list[Any] = [str(path)]
     if dist.is_initialized():
-        dist.broadcast_object_list(told, src=0)
-    return Path(told[0])
+        dist.broadcast_object_list(shared, src=0)
+    return Path(shared[0])
 
 
 def _to_base64(state: Tensor) -> str:

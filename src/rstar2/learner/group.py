@@ -73,7 +73,6 @@ class LearnerGroup:
     ) -> None:
         """`ranks` run elsewhere than in processes of this one; they are started here."""
         options = {"total_steps": total_steps, "seed": seed, "device": device}
-        self._lock = threading.Lock()
         self._deadline_s = call_deadline_s
         self._local: Learner | None = None
         self._ranks: Ranks | None = None
@@ -83,21 +82,20 @@ class LearnerGroup:
         elif learner.ranks == 1:
             self._local = Learner(model_dir, learner, optimizer, **options)  # type: ignore[arg-type]
         else:
-            self._ranks = _Ranks(learner.ranks)
+            self._ranks = LocalRanks(learner.ranks)
             self._ranks.start((str(model_dir), learner, optimizer), options)
 
     def _call(self, method: str, *args: Any) -> Any:
-        with self._lock:
-            if self._local is not None:
-                return getattr(self._local, method)(*args)
-            if self._ranks is None:
-                raise RankError("the learner group is closed")
-            try:
-                return self._ranks.call(method, args, self._deadline_s)
-            except InfrastructureError:
-                self._ranks.close(grace_s=0.0)
-                self._ranks = None
-                raise
+        if self._local is not None:
+            return getattr(self._local, method)(*args)
+        if self._ranks is None:
+            raise RankError("the learner group is closed")
+        try:
+            return self._ranks.call(method, args, self._deadline_s)
+        except InfrastructureError:
+            self._ranks.close(grace_s=0.0)
+            self._ranks = None
+            raise
 
     def rl_step(self, batch: Batch, loss: LossConfig, minibatches: int) -> dict[str, float]:
         """Train on a batch: one optimizer step per mini-batch of whole groups."""
@@ -155,10 +153,9 @@ class LearnerGroup:
 
     def close(self) -> None:
         """End all ranks. Idempotent."""
-        with self._lock:
-            if self._ranks is not None:
-                self._ranks.close()
-            self._ranks = self._local = None
+        if self._ranks is not None:
+            self._ranks.close()
+        self._ranks = self._local = None
 
     def __enter__(self) -> LearnerGroup:
         return self
@@ -170,7 +167,7 @@ class LearnerGroup:
 # --------------------------------------------------------------------------- parent side
 
 
-class _Ranks:
+class LocalRanks:
     """Processes and pipes of a group."""
 
     def __init__(self, count: int) -> None:

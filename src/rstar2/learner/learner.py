@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +297,36 @@ class Learner:
             if self.rank == 0:
                 out[name] = seen[id(value)]
         return out
+
+    def parameter_shapes(self) -> dict[str, list[int]]:
+        """Shapes by parameter name: they identify the model."""
+        return {name: list(p.shape) for name, p in self._named().items()}
+
+    def checkpoint_facts(self) -> dict[str, Any]:
+        """Optimizer settings, step counts and whether there is a reference."""
+        optimizers = self._optimizers
+        return {
+            "optimizer": optimizers.config.model_dump(mode="json"),
+            "optimizer_steps": optimizers.steps,
+            "total_steps": optimizers.total_steps,
+            "reference": self._reference is not None,
+            "ranks": self.ranks,
+        }
+
+    def checkpoint_tensors(self) -> dict[str, Any]:
+        """Weights, optimizer moments and reference by name; restored in place."""
+        tensors: dict[str, Any] = {f"model.{n}": p.detach() for n, p in self._named().items()}
+        tensors |= {f"optimizer.{name}": value for name, value in self._optimizers.state().items()}
+        for name, value in (self._reference or {}).items():
+            tensors[f"reference.{name}"] = value
+        return tensors
+
+    def prepare_restore(self, facts: Mapping[str, Any]) -> None:
+        """Restore settings and step counts; allocate moments and, if there was one, reference."""
+        self.reset_optimizer(OptimizerConfig(**facts["optimizer"]), facts["total_steps"])
+        self._optimizers.steps = facts["optimizer_steps"]
+        if facts["reference"]:
+            self._reference = {n: torch.empty_like(p) for n, p in self._named().items()}
 
     def save(self, path: str | Path, extra: dict[str, Any] | None = None) -> None:
         """Write everything needed to go on (weights, optimizer, RNG, `extra`), atomically."""

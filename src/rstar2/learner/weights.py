@@ -12,10 +12,10 @@ import asyncio
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from transformers import PreTrainedModel
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 PROBE_TOLERANCE = 1e-3
 """Largest difference of a probe token's logprob, float32 on both sides."""
@@ -44,7 +47,7 @@ def probe_tolerance(dtype: str) -> float:
     return PROBE_TOLERANCE if dtype == "float32" else COARSE_TOLERANCE
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """What publishing needs of a learner (one rank or a group of them)."""
 
     def state(self) -> dict[str, Tensor]: ...
@@ -56,8 +59,16 @@ class Source(Protocol):
     ) -> None: ...
 
 
+class InThread(Protocol):
+    """Runs a blocking call in a thread, as `asyncio.to_thread` does."""
+
+    def __call__(
+        self, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Awaitable[R]: ...
+
+
 async def publish(
-    learner: Source,
+    learner: WeightSource,
     engines: Sequence[Engine],
     version: WeightVersion,
     probe_ids: Sequence[int],
@@ -65,28 +76,30 @@ async def publish(
     shared: Path | None = None,
     tolerance: float = PROBE_TOLERANCE,
     deadline_s: float = 600.0,
+    in_thread: InThread = asyncio.to_thread,
 ) -> dict[str, float]:
     """Give all engines the learner's weights as `version` and prove each; returns metrics.
 
     Engines with `weight_transfer = "files"` get a safetensors directory, all others the tensors.
-    `shared` is a directory that engines on other machines see too; without it all are here.
+    `shared` is a directory that engines on other machines can read; without it all engines are on
+    this machine. `in_thread` runs the learner's blocking calls.
     """
     started = time.monotonic()
     by_files = [e for e in engines if getattr(e, "weight_transfer", "memory") == "files"]
     by_memory = [e for e in engines if e not in by_files]
-    expected = (await asyncio.to_thread(learner.logprobs, [list(probe_ids)]))[0]
+    expected = (await in_thread(learner.logprobs, [list(probe_ids)]))[0]
 
     async def send(update: WeightUpdate, targets: Sequence[Engine]) -> None:
         await asyncio.gather(*(_update(e, update, deadline_s) for e in targets))
 
     size = 0
     if by_memory or shared is None:
-        state = await asyncio.to_thread(learner.state)
+        state = await in_thread(learner.state)
         size = sum({value.data_ptr(): value.nbytes for value in state.values()}.values())
         await send(WeightUpdate(version, state=state, hold=True), by_memory)
     if by_files:
         with _directory_for(size, shared) as directory:
-            await asyncio.to_thread(learner.export, directory / "model")
+            await in_thread(learner.export, directory / "model")
             size = sum(file.stat().st_size for file in directory.rglob("*.safetensors"))
             await send(WeightUpdate(version, path=directory / "model", hold=True), by_files)
     gaps = await asyncio.gather(

@@ -1,29 +1,41 @@
-"""When to stop: training that has fallen off a cliff does not climb back (the paper's own run
-collapses after step 510). Pure: a window of past steps in, a verdict out.
+"""Collapse detection: training that has collapsed does not recover (the paper's own run collapses
+after step 510), so it is stopped. Pure: a window of past steps in, a verdict out.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rstar2.config import CollapseConfig
 from rstar2.evaluate.metrics import mean
-from rstar2.pipeline.state import Window
 
 
-def watch(
-    window: Window,
+@dataclass(frozen=True, slots=True)
+class CollapseWindow:
+    """What the collapse detector remembers of earlier steps."""
+
+    rewards: tuple[float, ...] = ()
+    entropies: tuple[float, ...] = ()
+    formats: tuple[float, ...] = ()
+    best_reward: float = 0.0
+    best_format: float = 0.0
+    best_step: int = 0
+    """Overall step that closed the best window."""
+
+
+def detect_collapse(
+    window: CollapseWindow,
     config: CollapseConfig,
     *,
     step: int,
     reward: float,
     entropy: float,
     format_share: float,
-) -> tuple[Window, str]:
-    """Add one step; returns the new window and why to stop (empty: go on).
+) -> tuple[CollapseWindow, str]:
+    """Add one step; returns the new window and the reason to stop (empty: continue).
 
-    `format_share` is the share of rollouts that gave an answer. Nothing is judged before the
-    window is full; means are compared with the best full window so far.
+    `format_share` is the share of rollouts that gave an answer. There is no verdict before
+    the window is full; means are compared with the best full window so far.
     """
 
     def push(values: tuple[float, ...], value: float) -> tuple[float, ...]:

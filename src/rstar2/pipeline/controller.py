@@ -4,53 +4,70 @@
                           │
               ┌───────────┘      for each RL stage (short, longer, hard)
               v
-        hard problems?  ── the policy answers each k times; always solved ones go
+        difficulty filter ── the policy answers each problem k times; always solved ones drop out
               │
               v
-        collect ──> resample ──> learn ──> publish ──┐    waits for: groups; the learner's thread;
-           ^        (2G -> G)     (G)     (v + 1)    │    every engine's probe
+        collect ──> resample ──> learn ──> publish ──┐
+           ^        (2G -> G)     (G)     (v + 1)    │
            └─────────────────────────────────────────┘
               │
               └──> evaluation ──> export ──> next stage
 
-With staleness 0 nothing overlaps two steps: rollouts of step n + 1 are drawn by the weights of
-step n. With staleness k, up to k further steps are collected while one is learnt; weights change
-under running rollouts, whose tokens each carry the version that sampled them. Within a step
-everything overlaps: rollouts of all groups, their tool calls and their grading.
+What each arrow waits for, and what unblocks it:
+
+    collect    the step's last group; groups need engines (Fleet) and tools (CodeEnvClient)
+    resample   nothing: a pure function of the groups and the seed
+    learn      the learner's thread, which runs one call at a time
+    publish    the probe of every engine; an engine that cannot start is left out
+
+With staleness 0 no two steps overlap: the rollouts of step n + 1 are drawn with the weights of step
+n. With staleness k, `collect` starts up to k further steps, which continue while one is learnt;
+weights change under running rollouts, whose tokens each carry the version that sampled them. Within
+a step everything overlaps: the rollouts of all groups, their tool calls and their grading.
 
 State moves forward in one place, after a step is complete and recorded; a checkpoint holds that
 state together with the learner's. So kill -9 at any moment loses at most the steps since the last
-checkpoint, and the same call does them again, with the same seeds. A lost learner rank is the same
-without the kill: the group is made anew and the steps since the last checkpoint are done again.
+checkpoint, and the same command repeats them with the same seeds. A lost learner rank has the same
+effect without the kill: a new group of ranks starts from the last checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 
-from rstar2.config import Recipe
-from rstar2.errors import CheckpointError
-from rstar2.learner.checkpoint import CheckpointStore
+from rstar2.config import Recipe, StageConfig
+from rstar2.grpo.batch import teaches
+from rstar2.grpo.roc import select
 from rstar2.learner.group import RankError
 from rstar2.pipeline import stages
-from rstar2.pipeline.parts import Parts, open_parts
-from rstar2.pipeline.stages import SFT, Desk
-from rstar2.pipeline.state import State
-from rstar2.pipeline.view import View
+from rstar2.pipeline.collapse import detect_collapse
+from rstar2.pipeline.progress import ProgressView, StageKind
+from rstar2.pipeline.runtime import open_runtime
+from rstar2.pipeline.state import RunState
+from rstar2.pipeline.step_metrics import (
+    StepTimes,
+    engine_metrics,
+    staleness_metrics,
+    step_metrics,
+)
+from rstar2.pipeline.training import SFT, Training, resample
 from rstar2.record import RunDirectory, read_evaluations
-from rstar2.types import Evaluation
+from rstar2.rollout.collector import Collector
+from rstar2.rollout.fleet import total_use
+from rstar2.rollout.lookahead import GroupSlots, LookaheadCollector
+from rstar2.seeds import derive_seed
+from rstar2.types import Evaluation, Group, Problem
 
-BEST = "best"
 REBUILDS = 3
-"""How often lost learner ranks of one machine are made anew."""
+"""How often the learner ranks of one machine are restarted after one was lost."""
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """What a run came to."""
+class TrainingResult:
+    """What a run produced."""
 
     path: Path
     evaluations: tuple[Evaluation, ...]
@@ -62,13 +79,12 @@ class Result:
     """Why training ended early; empty if it did not."""
 
 
-async def run(recipe: Recipe, run: RunDirectory, view: View) -> Result:
-    """Run a recipe in its directory, or go on where an earlier call was stopped."""
+async def run(recipe: Recipe, run: RunDirectory, view: ProgressView) -> TrainingResult:
+    """Run a recipe in its directory, or resume where an earlier call was stopped."""
     started = monotonic()
-    async with open_parts(recipe, run.path, run.event) as parts:
-        desk = make_desk(recipe, run, view, parts)
-        state = await train_on(desk)
-    return Result(
+    async with open_runtime(recipe, run.path, run.event) as runtime:
+        state = await train_with_rebuilds(Training(recipe, run, view, runtime))
+    return TrainingResult(
         path=run.path,
         evaluations=tuple(read_evaluations(run.path)),
         exports={p.name: p for p in sorted((run.path / "exports").glob("[!.]*"))},
@@ -78,109 +94,199 @@ async def run(recipe: Recipe, run: RunDirectory, view: View) -> Result:
     )
 
 
-async def train(desk: Desk) -> State:
-    """The stages that are left, from the newest checkpoint on."""
-    state = await restore(desk)
-    state = await initial_policy(desk, state)
-    for stage in desk.recipe.rl.stages:
-        if stage.name not in state.done and not state.collapsed:
-            if stage.difficulty is not None and stage.name not in state.kept:
-                state = await stages.hard_problems(desk, stage, state)
-            state = await stages.rl(desk, stage, state)
-            await close_stage(desk, stage.name, state)
-        await conclude(desk, stage.name, state)
-    return state
-
-
-async def train_on(desk: Desk) -> State:
-    """Train; a lost learner rank is made good by a new group, from the last checkpoint on."""
-    cluster = desk.recipe.cluster
+async def train_with_rebuilds(training: Training) -> RunState:
+    """Train; when a learner rank is lost, start new ranks and resume from the last checkpoint."""
+    cluster = training.recipe.cluster
     rebuilds = REBUILDS if cluster is None else cluster.rebuilds
-    whole = True
+    rebuild = False
     while True:
         try:
-            if not whole:
-                await desk.parts.rebuild_learner()
-                desk.run.event("back", part="learner")
-                whole = True
-            return await train(desk)
+            if rebuild:
+                await training.runtime.rebuild_learner()
+                training.run.event("back", part="learner")
+                rebuild = False
+            return await train(training)
         except RankError as error:
-            whole = False
-            desk.run.event("lost", part="learner", why=str(error))
+            rebuild = True
+            training.run.event("lost", part="learner", why=str(error))
             if not rebuilds:
                 raise
             rebuilds -= 1
-            desk.view.note("a learner rank was lost; going on from the last checkpoint")
+            training.view.note("a learner rank was lost; resuming from the last checkpoint")
 
 
-async def initial_policy(desk: Desk, state: State) -> State:
-    """SFT if the recipe has it; either way the policy that RL starts from is evaluated."""
-    if desk.recipe.sft is not None and SFT not in state.done:
-        desk.parts.start_serving()
-        state = await stages.sft(desk, desk.recipe.sft, state)
-        await close_stage(desk, SFT, state)
-    elif desk.recipe.sft is None and not state.phase:
-        state = state.begin(SFT).finish(SFT)
-    await conclude(desk, SFT, state)
+async def train(training: Training) -> RunState:
+    """Run the stages that are left, from the newest checkpoint on."""
+    state = await training.restore()
+    state = await initial_policy(training, state)
+    for stage in training.recipe.rl.stages:
+        if stage.name not in state.done and not state.collapsed:
+            if stage.difficulty is not None and stage.name not in state.kept:
+                state = await stages.hard_problems(training, stage, state)
+            state = await rl_stage(training, stage, state)
+            await close_stage(training, stage.name, state)
+        await conclude(training, stage.name, state)
     return state
 
 
-async def close_stage(desk: Desk, stage: str, state: State) -> None:
-    """A stage is complete: what came out of it is saved and exported."""
-    await desk.parts.learn(desk.save, state)
-    await desk.parts.learn(export, desk, stage)
-    desk.run.event("stage", stage=stage, step=state.step, version=state.version)
+async def initial_policy(training: Training, state: RunState) -> RunState:
+    """Run SFT if the recipe has it; in both cases evaluate the policy that RL starts from."""
+    if training.recipe.sft is not None and SFT not in state.done:
+        training.runtime.start_serving()
+        state = await stages.sft(training, training.recipe.sft, state)
+        await close_stage(training, SFT, state)
+    elif training.recipe.sft is None and not state.phase:
+        state = state.begin(SFT).finish(SFT)
+    await conclude(training, SFT, state)
+    return state
 
 
-async def conclude(desk: Desk, stage: str, state: State) -> None:
-    """Evaluate the stage whose weights these are; all of this is on record for earlier ones."""
+# --------------------------------------------------------------------------- RL
+
+
+async def rl_stage(training: Training, stage: StageConfig, state: RunState) -> RunState:
+    """Run one RL stage until its steps are done or training collapses."""
+    recipe, rl = training.recipe, training.recipe.rl
+    if state.phase != stage.name:
+        await training.start_optimizer(stage)
+    state = state.begin(stage.name)
+    training.view.stage(stage.name, StageKind.RL, stage.steps, state.step)
+    await training.publish(state.version)
+    collector = make_collector(training, stage, problems_of(training, stage, state))
+    training.runtime.fleet.take_use()
+    try:
+        while state.step < stage.steps and not state.collapsed:
+            state = await rl_step(training, stage, state, collector)
+            if state.step < stage.steps and state.step % recipe.record.checkpoint_every == 0:
+                await training.save(state)
+            if rl.collapse and state.window.best_step == state.rl_steps:
+                await training.keep_best(state)
+    finally:
+        await collector.close()
+    return state.finish(stage.name)
+
+
+async def rl_step(
+    training: Training, stage: StageConfig, state: RunState, collector: LookaheadCollector
+) -> RunState:
+    """Collect, resample, learn, publish: the step is recorded and served when this returns."""
+    rl, step, runtime = training.recipe.rl, state.step + 1, training.runtime
+    started = monotonic()
+    collected = await collector.collect(step, state.position, state.version)
+    collected_at = monotonic()
+    uses = runtime.fleet.take_use()
+    resampled = resample(step, collected, rl, roc_seed(training, stage, step))
+    async with runtime.changing_weights():
+        learned = await training.learn(stage.name, resampled)
+        version = state.version if learned is None else state.version + 1
+        learned_at = monotonic()
+        published = await training.publish(version)
+    times = StepTimes(
+        collect_s=collected_at - started,
+        learn_s=learned_at - collected_at,
+        publish_s=monotonic() - learned_at,
+        overlapped=rl.staleness > 0,
+    )
+    metrics = step_metrics(collected, resampled.selections, learned, times)
+    metrics |= total_use(uses) | engine_metrics(uses) | published
+    metrics |= staleness_metrics(collected, state.version)
+    state = replace(
+        state,
+        step=step,
+        rl_steps=state.rl_steps + 1,
+        position=collected.position,
+        version=version,
+    )
+    state = watch_collapse(training, state, metrics)
+    training.run.metrics(stage.name, step, metrics)
+    training.view.step(step, metrics)
+    return state
+
+
+def make_collector(
+    training: Training, stage: StageConfig, problems: Sequence[Problem]
+) -> LookaheadCollector:
+    """The stage's collector; it refills groups from which resampling keeps equal rewards."""
+    rl, runtime = training.recipe.rl, training.runtime
+
+    def group_teaches(step: int, group: Group) -> bool:
+        seed = roc_seed(training, stage, step)
+        return group.informative and teaches(select(group, rl.roc, seed))
+
+    def on_progress(step: int, done: int, total: int) -> None:
+        if step == lookahead.step:
+            training.view.progress(done, total, "groups")
+
+    collector = Collector(
+        runtime.runner,
+        problems,
+        rl,
+        stage,
+        seed=training.recipe.seed,
+        teaches=group_teaches,
+        on_progress=on_progress,
+        version=lambda: runtime.fleet.scheduler.version,
+        slot=GroupSlots(rl.prompts_per_step).acquire,
+    )
+    lookahead = LookaheadCollector(collector, staleness=rl.staleness, last=stage.steps)
+    return lookahead
+
+
+def roc_seed(training: Training, stage: StageConfig, step: int) -> int:
+    """The seed of a step's resampling."""
+    return derive_seed(training.recipe.seed, stage.name, step, "roc")
+
+
+def problems_of(training: Training, stage: StageConfig, state: RunState) -> Sequence[Problem]:
+    """The problems of a stage: all, or those that its difficulty filter kept."""
+    problems = training.runtime.problems
+    kept = state.kept.get(stage.name) if stage.difficulty else None
+    if kept is None:
+        return problems
+    if not kept:
+        training.view.note(
+            f"{stage.name}: every problem is always solved; the stage uses all problems"
+        )
+        return problems
+    return [problems[index] for index in kept]
+
+
+def watch_collapse(training: Training, state: RunState, metrics: Mapping[str, float]) -> RunState:
+    """Mark training as collapsed if the recipe watches for it and this step shows it."""
+    config = training.recipe.rl.collapse
+    if config is None or "entropy" not in metrics:
+        return state
+    window, reason = detect_collapse(
+        state.window,
+        config,
+        step=state.rl_steps,
+        reward=metrics["reward"],
+        entropy=metrics["entropy"],
+        format_share=1.0 - metrics["no_answer"],
+    )
+    if reason:
+        training.view.note(f"training collapsed: {reason}")
+        training.run.event(
+            "collapsed", reason=reason, rl_step=state.rl_steps, best=window.best_step
+        )
+    return replace(state, window=window, collapsed=reason)
+
+
+# --------------------------------------------------------------------------- end of a stage
+
+
+async def close_stage(training: Training, stage: str, state: RunState) -> None:
+    """Save and export the result of a complete stage."""
+    await training.save(state)
+    await training.export(stage)
+    training.run.event("stage", stage=stage, step=state.step, version=state.version)
+
+
+async def conclude(training: Training, stage: str, state: RunState) -> None:
+    """Evaluate a stage if the current weights are its weights; earlier stages are recorded."""
     if state.phase != stage:
         return
-    made = stage in state.done and (stage != SFT or desk.recipe.sft is not None)
-    if made and not (desk.run.path / "exports" / stage).exists():
-        # killed after saving, before exporting
-        await desk.parts.learn(export, desk, stage)
-    await stages.evaluation(desk, stage, state)
-
-
-# --------------------------------------------------------------------------- going on
-
-
-def make_desk(recipe: Recipe, run: RunDirectory, view: View, parts: Parts) -> Desk:
-    """What the stages work with, saving included."""
-    store = CheckpointStore(run.path / "checkpoints", recipe.record.keep_checkpoints)
-
-    def save(state: State) -> None:
-        run.sync()  # nothing that a checkpoint builds on may be lost with it
-        store.save(state.ordinal, parts.learner, state.to_dict())
-        run.event("checkpoint", phase=state.phase, step=state.step)
-
-    def keep_best(state: State) -> None:
-        export(desk, BEST)
-        run.event("best", rl_step=state.rl_steps, reward=state.window.best_reward)
-
-    desk = Desk(recipe, run, view, parts, save, keep_best)
-    return desk
-
-
-async def restore(desk: Desk) -> State:
-    """The newest complete checkpoint, with the record cut back to it; else the beginning."""
-    store = CheckpointStore(desk.run.path / "checkpoints", desk.recipe.record.keep_checkpoints)
-    saved = store.latest()
-    if saved is None:
-        desk.run.rewind(SFT, 0)
-        return State()
-    state = State.from_dict(saved.state)
-    known = {SFT, *(stage.name for stage in desk.recipe.rl.stages)}
-    if state.phase not in known:
-        raise CheckpointError(f"{saved.path}: this recipe has no stage {state.phase!r}")
-    await desk.parts.learn(desk.parts.learner.load, saved.path)
-    desk.run.rewind(state.phase, state.step)
-    desk.view.note(f"going on after step {state.step} of {state.phase}")
-    return state
-
-
-def export(desk: Desk, name: str) -> None:
-    """Write the current weights as a model directory."""
-    path = desk.run.path / "exports" / name
-    desk.parts.learner.export(path, desk.parts.tokenizer)
+    trained = stage in state.done and (stage != SFT or training.recipe.sft is not None)
+    if trained and not (training.run.path / "exports" / stage).exists():
+        await training.export(stage)  # the run was killed between saving and exporting
+    await stages.evaluation(training, stage, state)

@@ -1,18 +1,18 @@
 """The groups of one step: drawn in a fixed order, refilled where they teach nothing.
 
-    order -> GroupRunner -> resample -> teaches? -> yes: into the batch
-                                           └─ no: count it, draw the next problem
+    order -> GroupRunner -> teaches? -> yes: into the step
+                               └─ no: count it, draw the next problem
 
 Invariants
 - The problems of a step are the shortest run of the order, from `position` on, that holds P groups
   worth learning from (or `refill` x P problems, if that comes first). Which these are depends on
-  the rewards alone and not on who finished first: at any time as many groups are in flight as are
-  still missing, so no surplus is drawn and a resumed step draws the same problems again.
+  the rewards alone and not on which group finishes first: at any time as many groups are in flight
+  as are still missing, so no surplus is drawn and a resumed step draws the same problems again.
 - Seeds derive from (recipe seed, stage, step, problem, rollout), so a group's rollouts do not
   depend on when or where they were run.
-- With staleness, steps are drawn while earlier ones still are, so none may depend on how many
-  problems another needed: step n has its own P problems of the order, and refills from an order of
-  their own. Each group carries the weights that served when it was dispatched.
+- With staleness, several steps are collected at once, so none may depend on how many problems
+  another needed: step n has its own P problems of the order, and draws refills from a second
+  order. Each group carries the version of the weights that served when it was dispatched.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ from typing import Protocol
 from rstar2.agent.loop import RolloutSpec
 from rstar2.config import RlConfig, StageConfig
 from rstar2.errors import InfrastructureError
-from rstar2.grpo.batch import teaches
-from rstar2.grpo.roc import select
 from rstar2.seeds import derive_seed
-from rstar2.types import Group, Problem, Selection, WeightVersion
+from rstar2.types import Group, Problem, WeightVersion
 
 
 class Runner(Protocol):
@@ -64,40 +62,44 @@ class ProblemOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """A group with its selection; `used` says whether it is in the batch."""
+class DrawnGroup:
+    """A group, and whether the step uses it."""
 
     group: Group
-    selection: Selection | None
     used: bool
     version: WeightVersion = 0
     """The weights that served when it was dispatched."""
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
-    """What one step drew, in the order of the problems."""
+class CollectedStep:
+    """All groups that one step drew, in the order of the problems."""
 
-    drawn: tuple[Drawn, ...]
+    drawn: tuple[DrawnGroup, ...]
     position: int
-    """Where the next step goes on."""
+    """Where the next step continues in the order of problems."""
     wanted: int
     stale: int = 0
-    """Groups that came too late to be learnt from."""
+    """Groups that were too old to be learnt from."""
 
     @property
-    def pairs(self) -> tuple[tuple[Group, Selection], ...]:
-        """The groups to learn from, with what was selected of them."""
-        return tuple((d.group, d.selection) for d in self.drawn if d.used and d.selection)
+    def groups(self) -> tuple[Group, ...]:
+        """The groups to learn from."""
+        return tuple(d.group for d in self.drawn if d.used)
 
     @property
     def lost(self) -> Counter[str]:
-        """Rollouts dropped for infrastructure, by name."""
+        """Rollouts dropped because of infrastructure failures, by name."""
         return _lost(self.drawn)
 
 
 class Collector:
-    """Collects the groups of RL steps of one stage."""
+    """Collects the groups of RL steps of one stage.
+
+    `teaches(step, group)` decides, without side effects, whether a group is worth learning from;
+    the collector draws another problem for each group that is not. `on_progress(step, done, total)`
+    is called after every group. `slot(step)` is held while a group runs.
+    """
 
     def __init__(
         self,
@@ -107,29 +109,33 @@ class Collector:
         stage: StageConfig,
         *,
         seed: int,
-        on_group: Callable[[int, int], None] = lambda done, total: None,
+        teaches: Callable[[int, Group], bool],
+        on_progress: Callable[[int, int, int], None] = lambda step, done, total: None,
         version: Callable[[], WeightVersion] = lambda: 0,
-        place: Callable[[int], AbstractAsyncContextManager[None]] = lambda step: nullcontext(),
+        slot: Callable[[int], AbstractAsyncContextManager[None]] = lambda step: nullcontext(),
     ) -> None:
         self.runner = runner
         self.problems = problems
         self.rl, self.stage, self.seed = rl, stage, seed
-        self.on_group, self.version, self.place = on_group, version, place
-        self.shown = 0
-        """The step whose progress is told; 0 tells of every one."""
+        self.teaches, self.on_progress, self.version, self.slot = (
+            teaches,
+            on_progress,
+            version,
+            slot,
+        )
         self.order = ProblemOrder(len(problems), seed=seed, stage=stage.name)
         self.refills = ProblemOrder(len(problems), seed=seed, stage=f"{stage.name}/refill")
         self.spec = RolloutSpec(rl.sampling, stage.max_length, stage.max_turns)
 
-    async def collect(self, step: int, position: int) -> Collected:
+    async def collect(self, step: int, position: int) -> CollectedStep:
         """Draw until the step's batch is full or the refill cap is hit.
 
-        `position` is where the step before ended; with staleness the step has its own place.
+        `position` is where the step before ended; with staleness it is not used.
         """
         wanted = self.rl.prompts_per_step
         cap = wanted * self.rl.refill
-        drawn: dict[int, Drawn] = {}
-        tasks: dict[asyncio.Task[Drawn], int] = {}
+        drawn: dict[int, DrawnGroup] = {}
+        tasks: dict[asyncio.Task[DrawnGroup], int] = {}
         try:
             while True:
                 used = sum(d.used for d in drawn.values())
@@ -143,19 +149,18 @@ class Collector:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     drawn[tasks.pop(task)] = task.result()
-                    if self.shown in (0, step):
-                        self.on_group(sum(d.used for d in drawn.values()), wanted)
+                    self.on_progress(step, sum(d.used for d in drawn.values()), wanted)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        found = tuple(drawn[ordinal] for ordinal in sorted(drawn))
-        _refuse_outage(found, step)
-        end = step * wanted if self.rl.staleness else position + len(found)
-        return Collected(found, end, wanted)
+        in_order = tuple(drawn[ordinal] for ordinal in sorted(drawn))
+        _refuse_outage(in_order, step)
+        end = step * wanted if self.rl.staleness else position + len(in_order)
+        return CollectedStep(in_order, end, wanted)
 
     def _problem(self, step: int, position: int, ordinal: int) -> tuple[str, int]:
-        """What the step draws as its `ordinal`-th: the place's name, and the problem's index."""
+        """The name and the index of the `ordinal`-th problem that the step draws."""
         if not self.rl.staleness:
             return str(position + ordinal), self.order[position + ordinal]
         own = self.rl.prompts_per_step
@@ -165,15 +170,15 @@ class Collector:
         place = (step - 1) * own * (self.rl.refill - 1) + ordinal - own
         return f"r{place}", self.refills[place]
 
-    async def _draw(self, step: int, position: int, ordinal: int) -> Drawn:
-        """One problem's group, and what resampling keeps of it."""
+    async def _draw(self, step: int, position: int, ordinal: int) -> DrawnGroup:
+        """Run one problem's group and decide whether the step uses it."""
         name, index = self._problem(step, position, ordinal)
         key: int | str = int(name) if name.isdecimal() else name
         seeds = [
             derive_seed(self.seed, self.stage.name, step, key, rollout)
             for rollout in range(self.rl.roc.drawn)
         ]
-        async with self.place(step):
+        async with self.slot(step):
             version = self.version()
             group = await self.runner.run(
                 self.problems[index],
@@ -182,21 +187,18 @@ class Collector:
                 seeds=seeds,
                 spec=self.spec,
             )
-        if not group.informative:
-            return Drawn(group, None, used=False, version=version)
-        selection = select(group, self.rl.roc, derive_seed(self.seed, self.stage.name, step, "roc"))
-        return Drawn(group, selection, used=teaches(selection), version=version)
+        return DrawnGroup(group, used=self.teaches(step, group), version=version)
 
 
-def _lost(drawn: Sequence[Drawn]) -> Counter[str]:
+def _lost(drawn: Sequence[DrawnGroup]) -> Counter[str]:
     total: Counter[str] = Counter()
     for one in drawn:
         total.update(one.group.dropped)
     return total
 
 
-def _refuse_outage(drawn: Sequence[Drawn], step: int) -> None:
-    """A step whose rollouts were mostly lost is an outage, not something to learn from."""
+def _refuse_outage(drawn: Sequence[DrawnGroup], step: int) -> None:
+    """Raise if most rollouts of a step were lost: that is an outage, not data to learn from."""
     lost = _lost(drawn)
     kept = sum(len(d.group.trajectories) for d in drawn)
     if lost.total() > kept:

@@ -1,8 +1,8 @@
-"""The metrics of one RL step, from what it collected and what the learner reported. Pure.
+"""The metrics of one RL step, from its groups and the learner's report. Pure.
 
-Names are documented in rstar2.record; shares are 0..1, lengths in tokens, times in seconds. Times
-of generation, tools and grading are spent at once by many rollouts: they are given as the share of
-the collecting time that fell on each, so that the split adds up to what the clock showed.
+Names are documented in rstar2.record; shares are 0..1, lengths in tokens, times in seconds. Many
+rollouts spend time on generation, tools and grading at once: each of the three is reported as its
+share of the collection time, so that the split adds up to the wall-clock time.
 """
 
 from __future__ import annotations
@@ -12,36 +12,39 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rstar2.evaluate.metrics import failing_calls, mean
-from rstar2.rollout.collector import Collected
+from rstar2.rollout.collector import CollectedStep
 from rstar2.rollout.fleet import EngineUse
-from rstar2.types import Outcome, StopReason, Trajectory, WeightVersion
+from rstar2.types import Outcome, Selection, StopReason, Trajectory, WeightVersion
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
-    """Seconds of one step by what the controller waited for."""
+class StepTimes:
+    """Seconds that the controller waited in one step, by arrow."""
 
     collect_s: float
     learn_s: float
     publish_s: float
     overlapped: bool = False
-    """Whether engines went on while the step was learnt and published."""
+    """Whether engines continued to generate while the step was learnt and published."""
 
     @property
     def generating_s(self) -> float:
-        """How long engines worked for steps like this one."""
+        """Seconds in which engines generated."""
         whole = self.collect_s + self.learn_s + self.publish_s
         return whole if self.overlapped else self.collect_s
 
 
 def step_metrics(
-    collected: Collected, learner: Mapping[str, float], clock: Clock
+    collected: CollectedStep,
+    selections: Sequence[Selection],
+    learned: Mapping[str, float] | None,
+    times: StepTimes,
 ) -> dict[str, float]:
-    """Everything recorded of one RL step but the engines' use."""
+    """All metrics of one RL step except those of engines and publication."""
     rollouts = [t for d in collected.drawn for t in d.group.trajectories]
     metrics = rollout_metrics(rollouts)
     metrics.update(_accuracy_by_kind(collected))
-    used = len(collected.pairs)
+    used = len(collected.groups)
     drawn = len(collected.drawn)
     lost = collected.lost
     metrics |= {
@@ -50,21 +53,22 @@ def step_metrics(
         "groups/dropped": drawn - used,
         "groups/refilled": max(0, drawn - collected.wanted),
         "rollouts/drawn": len(rollouts) + lost.total(),
-        "rollouts/kept": sum(len(s.kept) for _, s in collected.pairs),
+        "rollouts/kept": sum(len(s.kept) for s in selections),
         "rollouts/lost": lost.total(),
         **{f"rollouts/lost_{name}": count for name, count in sorted(lost.items())},
     }
-    metrics |= learner
-    metrics |= time_split(rollouts, clock)
-    metrics |= tool_times(rollouts, clock)
+    if learned is not None:
+        metrics |= learned
+    metrics |= time_split(rollouts, times)
+    metrics |= tool_times(rollouts, times)
     metrics["tokens_per_s"] = sum(t.sampled_tokens for t in rollouts) / max(
-        1e-9, clock.generating_s
+        1e-9, times.generating_s
     )
     return metrics
 
 
 def rollout_metrics(rollouts: Sequence[Trajectory]) -> dict[str, float]:
-    """What the policy did, over graded rollouts; a share of nothing is left out."""
+    """Behaviour of the policy over graded rollouts; a share without a denominator is left out."""
     outcomes = Counter(r.outcome for t in rollouts for r in t.results)
     calls = sum(n for o, n in outcomes.items() if o is not Outcome.INFRASTRUCTURE)
     metrics: dict[str, float] = {
@@ -89,25 +93,25 @@ def rollout_metrics(rollouts: Sequence[Trajectory]) -> dict[str, float]:
     return metrics
 
 
-def time_split(rollouts: Sequence[Trajectory], clock: Clock) -> dict[str, float]:
-    """The step's seconds by what they went to."""
+def time_split(rollouts: Sequence[Trajectory], times: StepTimes) -> dict[str, float]:
+    """The step's seconds by activity."""
     spent = {
         "generate": sum(turn.generate_s for t in rollouts for turn in t.turns),
         "tools": sum(turn.tools_s for t in rollouts for turn in t.turns),
         "grade": sum(t.reward.wall_s for t in rollouts if t.reward),
     }
     total = sum(spent.values()) or 1.0
-    split = {f"time/{name}": clock.collect_s * s / total for name, s in spent.items()}
+    split = {f"time/{name}": times.collect_s * s / total for name, s in spent.items()}
     return split | {
-        "time/collect": clock.collect_s,
-        "time/learn": clock.learn_s,
-        "time/publish": clock.publish_s,
-        "time/step": clock.collect_s + clock.learn_s + clock.publish_s,
+        "time/collect": times.collect_s,
+        "time/learn": times.learn_s,
+        "time/publish": times.publish_s,
+        "time/step": times.collect_s + times.learn_s + times.publish_s,
     }
 
 
-def staleness_metrics(collected: Collected, version: WeightVersion) -> dict[str, float]:
-    """How many updates lay between the dispatch of the groups used and what learnt from them."""
+def staleness_metrics(collected: CollectedStep, version: WeightVersion) -> dict[str, float]:
+    """Weight updates between the dispatch of the groups used and the step that learns from them."""
     ages = [version - d.version for d in collected.drawn if d.used]
     if not ages:
         return {"groups/stale": float(collected.stale)}
@@ -118,15 +122,15 @@ def staleness_metrics(collected: Collected, version: WeightVersion) -> dict[str,
     }
 
 
-def tool_times(rollouts: Sequence[Trajectory], clock: Clock) -> dict[str, float]:
-    """How the code environment kept up: calls it executed a second, and how long turns waited."""
+def tool_times(rollouts: Sequence[Trajectory], times: StepTimes) -> dict[str, float]:
+    """Speed of the code environment: calls per second, and how long turns waited for it."""
     executed = [r for t in rollouts for r in t.results if not r.outcome.malformed]
     waits = sorted(turn.tools_s for t in rollouts for turn in t.turns if turn.results)
     if not executed or not waits:
         return {}
     return {
         "codeenv/calls": float(len(executed)),
-        "codeenv/calls_per_s": len(executed) / max(1e-9, clock.generating_s),
+        "codeenv/calls_per_s": len(executed) / max(1e-9, times.generating_s),
         "codeenv/latency_s": mean(waits),
         "codeenv/latency_p50_s": waits[len(waits) // 2],
         "codeenv/latency_p95_s": waits[min(len(waits) - 1, 95 * len(waits) // 100)],
@@ -136,7 +140,7 @@ def tool_times(rollouts: Sequence[Trajectory], clock: Clock) -> dict[str, float]
 
 
 def engine_metrics(uses: Iterable[EngineUse]) -> dict[str, float]:
-    """What each engine did by itself; the means over all of them are rollout.fleet's total_use."""
+    """Use of each engine; `rollout.fleet.total_use` gives the means over all engines."""
     metrics: dict[str, float] = {}
     for use in uses:
         metrics |= {
@@ -148,7 +152,7 @@ def engine_metrics(uses: Iterable[EngineUse]) -> dict[str, float]:
     return metrics
 
 
-def _accuracy_by_kind(collected: Collected) -> dict[str, float]:
+def _accuracy_by_kind(collected: CollectedStep) -> dict[str, float]:
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     for drawn in collected.drawn:
         rewards[drawn.group.problem.kind].extend(drawn.group.rewards)
@@ -156,6 +160,6 @@ def _accuracy_by_kind(collected: Collected) -> dict[str, float]:
 
 
 def timeless(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that equal seeds make equal: without times and what the engines did meanwhile."""
+    """The metrics that equal seeds make equal: those without times and engine use."""
     clocked = ("time", "engine/", "codeenv/", "tokens_per_s")
     return {name: value for name, value in metrics.items() if not name.startswith(clocked)}

@@ -12,8 +12,17 @@ import pytest
 from rich.console import Console
 
 from rstar2.config import Recipe, load_recipe
-from rstar2.pipeline.live import HISTORY, LiveView, PlainView, clock_text, make_view, sparkline
-from rstar2.pipeline.view import Quiet, StageKind, View
+from rstar2.pipeline.progress import (
+    HISTORY,
+    LiveView,
+    PlainView,
+    ProgressView,
+    QuietView,
+    StageKind,
+    clock_text,
+    make_view,
+    sparkline,
+)
 from rstar2.types import Estimate, Evaluation
 
 METRICS: Mapping[str, Any] = {
@@ -53,7 +62,7 @@ def evaluation() -> Evaluation:
     )
 
 
-def drive(view: View) -> None:
+def drive(view: ProgressView) -> None:
     """Everything a pipeline may say, oddities included."""
     view.open(recipe(), Path("runs/x"))
     view.stage("sft", StageKind.SFT, 10, 3)
@@ -118,7 +127,7 @@ def test_the_live_view_stays_within_the_terminal(width: int) -> None:
 
 
 def test_views_take_whatever_the_pipeline_says() -> None:
-    for view in (live()[0], PlainView(io.StringIO(), Clock()), Quiet()):
+    for view in (live()[0], PlainView(io.StringIO(), Clock()), QuietView()):
         drive(view)
 
 
@@ -138,7 +147,7 @@ def test_plain_lines_are_rationed_but_the_last_step_is_shown() -> None:
         view.progress(1, 16)
     lines = out.getvalue().splitlines()
     assert len(lines) <= 1 + 50 / 5 + 1
-    assert "stage1 1000/1000: reward 81.2%, failing calls in correct 3.1%" in lines[-1]
+    assert "stage1 1000/1000: reward 81.2%, tool-error rate in correct rollouts 3.1%" in lines[-1]
     assert "\x1b" not in out.getvalue()
 
 

@@ -1,4 +1,4 @@
-"""Running ahead of the learner: how far, in which order, and what is never learnt from."""
+"""Collecting ahead of the learner: how far, in which order, and which groups are dropped."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from rstar2.agent.loop import RolloutSpec
 from rstar2.config import RlConfig, RocConfig, StageConfig
-from rstar2.rollout.ahead import Ahead, Places, drop_stale
-from rstar2.rollout.collector import Collected, Collector
+from rstar2.rollout.collector import CollectedStep, Collector
+from rstar2.rollout.lookahead import GroupSlots, LookaheadCollector, drop_stale
 from rstar2.types import Group, Problem, Reward, StopReason, Trajectory, Turn
 
 STAGE = StageConfig(name="short", steps=4, max_length=64, max_turns=3)
@@ -22,7 +22,7 @@ RL = RlConfig(
 
 
 class Runner:
-    """Groups that end when they are told to, with rewards that follow from their seeds."""
+    """Groups that end when their gate opens, with rewards that follow from their seeds."""
 
     def __init__(self, solved: float = 0.5) -> None:
         self.solved = solved
@@ -65,17 +65,20 @@ class Learner:
             rl,
             STAGE,
             seed=7,
+            teaches=lambda step, group: group.informative,
             version=lambda: self.version,
-            place=Places(rl.prompts_per_step).one,
+            slot=GroupSlots(rl.prompts_per_step).acquire,
         )
-        self.ahead = Ahead(self.collector, staleness=rl.staleness, last=STAGE.steps)
+        self.lookahead = LookaheadCollector(
+            self.collector, staleness=rl.staleness, last=STAGE.steps
+        )
 
-    async def steps(self, count: int) -> list[Collected]:
+    async def steps(self, count: int) -> list[CollectedStep]:
         taken = []
         for step in range(1, count + 1):
-            taken.append(await self.ahead.take(step, 0, self.version))
+            taken.append(await self.lookahead.collect(step, 0, self.version))
             self.version += 1
-        await self.ahead.close()
+        await self.lookahead.close()
         return taken
 
 
@@ -90,21 +93,21 @@ async def test_no_group_is_older_than_allowed_and_the_last_step_ends_it(stalenes
     rl = RL.model_copy(update={"staleness": staleness})
     learner = Learner(runner, rl)
     for version, collected in enumerate(await learner.steps(4)):
-        assert len(collected.pairs) == 4
+        assert len(collected.groups) == 4
         assert collected.stale == 0
         assert all(version - staleness <= d.version <= version for d in collected.drawn)
     assert {name.split("/")[1] for name in runner.started} == {"1", "2", "3", "4"}
 
 
-async def test_steps_draw_the_same_whoever_runs_ahead() -> None:
-    """What a resumed run draws for a step does not depend on what was under way before."""
+async def test_a_step_draws_the_same_groups_whatever_was_collected_ahead() -> None:
+    """What a resumed run draws for a step does not depend on what was in flight before."""
     whole = await Learner(Runner(0.8)).steps(3)
     resumed = Learner(Runner(0.8))
     resumed.version = 2
-    again = await resumed.ahead.take(3, 99, 2)
-    await resumed.ahead.close()
-    strip = [(d.group, d.selection, d.used) for d in whole[2].drawn]
-    assert [(d.group, d.selection, d.used) for d in again.drawn] == strip
+    again = await resumed.lookahead.collect(3, 99, 2)
+    await resumed.lookahead.close()
+    expected = [(d.group, d.used) for d in whole[2].drawn]
+    assert [(d.group, d.used) for d in again.drawn] == expected
     assert again.position == whole[2].position == 12
     ids = [d.group.id for collected in whole for d in collected.drawn]
     assert len(ids) == len(set(ids))
@@ -115,15 +118,15 @@ async def test_the_next_step_fills_what_the_last_groups_leave_free() -> None:
     runner = Runner()
     runner.open = False
     learner = Learner(runner)
-    task = asyncio.ensure_future(learner.ahead.take(1, 0, 0))
+    task = asyncio.ensure_future(learner.lookahead.collect(1, 0, 0))
     await settle()
     assert [name.split("/")[1] for name in runner.started] == ["1"] * 4
     runner.gates["short/1/0"].set()
     await settle()
-    assert len(runner.started) == 5, "one place was freed, one group was begun"
+    assert len(runner.started) == 5, "one slot was freed, one group was started"
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    await learner.ahead.close()
+    await learner.lookahead.close()
 
 
 async def test_a_stale_group_is_counted_and_not_learnt_from() -> None:
@@ -132,16 +135,17 @@ async def test_a_stale_group_is_counted_and_not_learnt_from() -> None:
     mixed = replace(collected, drawn=(old, *(replace(d, version=5) for d in collected.drawn[1:])))
     kept = drop_stale(mixed, 4)
     assert kept.stale == 1
-    assert old.group not in [group for group, _ in kept.pairs]
-    assert len(kept.pairs) == len(mixed.pairs) - 1
+    assert old.group not in kept.groups
+    assert len(kept.groups) == len(mixed.groups) - 1
     assert drop_stale(mixed, 3) is mixed
 
 
-async def test_places_go_to_the_earliest_step_and_none_is_lost_to_a_cancelled_one() -> None:
-    places, order = Places(1), []
+async def test_slots_go_to_the_earliest_step_and_none_is_lost_to_a_cancelled_one() -> None:
+    slots = GroupSlots(1)
+    order: list[int] = []
 
     async def hold(step: int) -> None:
-        async with places.one(step):
+        async with slots.acquire(step):
             order.append(step)
             await asyncio.sleep(0)
 
@@ -150,5 +154,5 @@ async def test_places_go_to_the_earliest_step_and_none_is_lost_to_a_cancelled_on
     tasks[2].cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert order == [9, 1, 3]
-    async with asyncio.timeout(1), places.one(4):
+    async with asyncio.timeout(60), slots.acquire(4):
         pass

@@ -1,20 +1,21 @@
-"""What a run is made of, opened and closed together: model, learner, engines, code environment.
+"""The live processes of one run, opened and closed together: learner, engines, code environment.
 
 Invariants
-- The learner is only ever used by one thread at a time: its work, and publishing what came of it,
-  take the same lock. No engine is brought back with weights that are being changed: whoever changes
-  and publishes them holds `changing`, and an engine that dies meanwhile gets the new ones.
-- An engine serves only weights that were proven by the probe (Invariant 7): `publish` makes the
-  fleet require the new version first and lets engines join after their proof.
+- The learner is used by one thread at a time: every call, those that publish its weights included,
+  runs on its one thread (`on_learner`), and that thread is the only lock around the learner.
+- No engine is restarted with weights that are being changed: the caller that trains and publishes
+  holds `changing_weights`, and an engine that died in that time receives the new weights.
+- An engine serves only weights that the probe has proven (Invariant 7): `publish` makes the fleet
+  require the new version first, and engines join after their proof.
 - `close` ends every process that was started, whatever state the parts are in.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import shutil
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -37,7 +38,6 @@ from rstar2.rollout.watch import Watchdog
 from rstar2.types import Problem, WeightVersion
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
     from rstar2.cluster.site import Site
@@ -48,17 +48,17 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 Notify = Callable[..., None]
-"""Takes an event's name and its facts: what happened to the parts, for the record."""
+"""Records an event of a part: its name, and facts by keyword."""
 
 TINY, SMOLLM2 = "tiny", "smollm2"
 PROBE_TOKENS = 64
 PUBLISH_ATTEMPTS = 3
 WEIGHTS = "weights"
-"""Below the run directory: weights on their way to engines on other machines."""
+"""Directory in the run directory for weights that engines on other machines read."""
 
 
-class Parts:
-    """The live parts of one run; make one with `open_parts`."""
+class Runtime:
+    """Learner, engines and code environment of one run; `open_runtime` makes one."""
 
     def __init__(
         self,
@@ -89,7 +89,6 @@ class Parts:
             make_engines(recipe, model_dir) if site is None else site.engines(model_dir)
         )
         self._executor = executor
-        self._weights = Weights(learner)
         self._published: WeightVersion | None = None
         self._fleet: Fleet | None = None
         self._tools: CodeEnvClient | None = None
@@ -97,39 +96,31 @@ class Parts:
         self._watching: asyncio.Task[None] | None = None
         self._changing = asyncio.Lock()
         self._lost: set[str] = set()
-        """Engines that died and do not serve again yet."""
+        """Engines that died and do not serve yet."""
 
     # ------------------------------------------------------------------ learning
 
-    def changing(self) -> asyncio.Lock:
-        """Held while weights are trained and published; rollouts may go on meanwhile."""
+    def changing_weights(self) -> asyncio.Lock:
+        """The lock to hold while weights are trained and published; rollouts may continue."""
         return self._changing
 
-    async def learn(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the learner's work in its own thread; the event loop goes on meanwhile."""
-
-        def locked() -> R:
-            with self._weights.lock:
-                return work(*args, **kwargs)
-
-        return await asyncio.get_running_loop().run_in_executor(self._executor, locked)
+    async def on_learner(self, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run work on the learner's thread, after the calls that were made before it."""
+        call = functools.partial(work, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
     async def rebuild_learner(self) -> None:
-        """A new learner in place of one that lost a rank; it has the initial weights."""
-        loop = asyncio.get_running_loop()
+        """Replace a learner that lost a rank; the new one has the initial weights."""
         if self.site is not None:
             await self.site.look()
-        await loop.run_in_executor(self._executor, self.learner.close)
-        _, self.learner = await loop.run_in_executor(
-            self._executor, load_model, self.recipe, self.model_dir, self.site
-        )
-        self._weights.replace(self.learner)
+        await self.on_learner(self.learner.close)
+        _, self.learner = await self.on_learner(load_model, self.recipe, self.model_dir, self.site)
         self._published = None
 
     # ------------------------------------------------------------------ serving
 
     def start_serving(self) -> None:
-        """Begin to start engines and code environment in the background."""
+        """Start engines and code environment in the background."""
         if self._starting is None:
             self._starting = asyncio.ensure_future(self._start())
 
@@ -157,33 +148,21 @@ class Parts:
         if self._starting is not None and self._starting.done():
             self._starting.result()
 
-    async def serve(self, version: WeightVersion) -> tuple[GroupRunner, dict[str, float]]:
-        """Everything that rollouts need, with these weights of the learner; and what it took."""
+    async def publish(self, version: WeightVersion) -> dict[str, float]:
+        """Make all engines serve the learner's weights as `version`; returns metrics of it.
+
+        Starts engines and code environment if they do not run. Once per version: there is nothing
+        to do, and no metrics, if the engines serve this version already.
+        """
         self.start_serving()
         assert self._starting is not None
         await self._starting
-        assert self._fleet is not None
-        assert self._tools is not None
-        metrics = await self._publish(self._fleet, version)
-        return self.runner(self._fleet, self._tools), metrics
-
-    def runner(self, fleet: Fleet, tools: CodeEnvClient) -> GroupRunner:
-        """Draws groups with the parts as they are."""
-        return GroupRunner(fleet, tools, tools, self.template, self.recipe.agent)
-
-    @property
-    def fleet(self) -> Fleet:
-        """The engines; only after `serve`."""
-        assert self._fleet is not None
-        return self._fleet
-
-    async def _publish(self, fleet: Fleet, version: WeightVersion) -> dict[str, float]:
-        """Give every engine the learner's weights, once per version; dead ones are restarted."""
         if version == self._published:
             return {}
+        fleet = self.fleet
         fleet.require(version)
         for attempt in range(1, PUBLISH_ATTEMPTS + 1):
-            await fleet.settle()  # whoever was being brought back is started here instead
+            await fleet.settle()  # engines that were being restarted are started here instead
             try:
                 engines = await self._started(fleet)
                 metrics = await self._prove(engines, version)
@@ -191,20 +170,32 @@ class Parts:
             except (EngineError, WeightUpdateError) as error:
                 if attempt == PUBLISH_ATTEMPTS:
                     raise
-                log.warning("weights %d were not published, trying again: %s", version, error)
+                log.warning("weights %d were not published, retrying: %s", version, error)
         for engine in engines:
             fleet.join(engine.name, version)
             self._back(engine, version)
         self._published = version
         return metrics
 
+    @property
+    def runner(self) -> GroupRunner:
+        """Runs groups of rollouts on the engines; only after `publish`."""
+        assert self._tools is not None
+        return GroupRunner(self.fleet, self._tools, self._tools, self.template, self.recipe.agent)
+
+    @property
+    def fleet(self) -> Fleet:
+        """The engines; only after `publish`."""
+        assert self._fleet is not None
+        return self._fleet
+
     async def _started(self, fleet: Fleet) -> list[Engine]:
-        """The engines that run; those that cannot be started are left out until the next time."""
+        """Start all engines; those that cannot start are left out until the next publication."""
         engines = list(fleet.engines.values())
         results = await asyncio.gather(*(e.start() for e in engines), return_exceptions=True)
         for engine, result in zip(engines, results, strict=True):
             if isinstance(result, InfrastructureError):
-                log.warning("engine %s stays away: %s", engine.name, result)
+                log.warning("engine %s cannot be started: %s", engine.name, result)
                 self.notify("away", part=engine.name, why=str(result))
             elif isinstance(result, BaseException):
                 raise result
@@ -214,14 +205,14 @@ class Parts:
         return started
 
     async def _recover(self, engine: Engine) -> WeightVersion:
-        """Start a dead engine again with the weights that the others serve."""
+        """Restart a dead engine with the weights that the others serve."""
         if engine.name not in self._lost:
             self._lost.add(engine.name)
             self.notify("lost", part=engine.name)
         await engine.start()
         async with self._changing:
             if self._published is None:
-                raise EngineError(f"{engine.name} comes back with the next weights")
+                raise EngineError(f"{engine.name} waits for the next published weights")
             await self._prove([engine], self._published)
         self._back(engine, self._published)
         return self._published
@@ -232,15 +223,16 @@ class Parts:
             self.notify("back", part=engine.name, version=version)
 
     async def _prove(self, engines: Sequence[Engine], version: WeightVersion) -> dict[str, float]:
-        """Publish to these engines; what they may differ by depends on their number format."""
+        """Publish to these engines; the tolerance depends on their number format."""
         tolerance = probe_tolerance(self.recipe.model.dtype)
         return await publish(
-            self._weights,
+            self.learner,
             engines,
             version,
             self._probe,
             shared=None if self.site is None else self.directory / WEIGHTS,
             tolerance=tolerance,
+            in_thread=self.on_learner,
         )
 
     @property
@@ -259,38 +251,11 @@ class Parts:
             await self._tools.close()
 
 
-class Weights:
-    """The learner as publishing sees it: one call at a time."""
-
-    def __init__(self, learner: LearnerGroup) -> None:
-        self._learner = learner
-        self.lock = threading.Lock()
-
-    def replace(self, learner: LearnerGroup) -> None:
-        """From now on the weights are those of another learner."""
-        with self.lock:
-            self._learner = learner
-
-    def state(self) -> dict[str, Tensor]:
-        with self.lock:
-            return self._learner.state()
-
-    def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        with self.lock:
-            return self._learner.logprobs(token_ids)
-
-    def export(
-        self, path: str | Path, tokenizer: Any | None = None, chat_template: str | None = None
-    ) -> None:
-        with self.lock:
-            self._learner.export(path, tokenizer, chat_template)
-
-
 @asynccontextmanager
-async def open_parts(
+async def open_runtime(
     recipe: Recipe, directory: Path, notify: Notify = lambda event, **facts: None
-) -> AsyncIterator[Parts]:
-    """Make or load the model and its learner; engines start when they are first needed."""
+) -> AsyncIterator[Runtime]:
+    """Load the model and its learner; engines start when they are first needed."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="learner")
     loop = asyncio.get_running_loop()
     shutil.rmtree(directory / WEIGHTS, ignore_errors=True)  # left by a driver that was killed
@@ -300,14 +265,14 @@ async def open_parts(
             tokenizer, learner = await loop.run_in_executor(
                 executor, load_model, recipe, model_dir, site
             )
-            parts = Parts(
+            runtime = Runtime(
                 recipe, directory, model_dir, tokenizer, learner, executor, site=site, notify=notify
             )
             try:
-                yield parts
+                yield runtime
             finally:
-                await parts.close()
-                await loop.run_in_executor(executor, parts.learner.close)
+                await runtime.close()
+                await runtime.on_learner(runtime.learner.close)
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
 

@@ -1,7 +1,8 @@
-"""Views of a run for people: a panel at the foot of a terminal, or plain lines anywhere else.
+"""Progress of a run in the terminal: a live panel, or plain lines where there is no terminal.
 
-Both write to stderr and keep to a budget: the panel is repainted four times a second at most, the
-plain view prints one line every few seconds at most, whatever the pipeline reports.
+`ProgressView` is the interface that the controller calls. `LiveView` repaints a panel, at most four
+times per second; `PlainView` prints at most one line every few seconds; `QuietView` shows nothing.
+All write to stderr.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -22,7 +24,6 @@ from rich.table import Table
 from rich.text import Text
 
 from rstar2.config import Recipe
-from rstar2.pipeline.view import StageKind, View
 from rstar2.types import Evaluation
 
 Clock = Callable[[], float]
@@ -32,19 +33,84 @@ PLAIN_EVERY_S = 5.0
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-def make_view(stream: TextIO | None = None) -> View:
-    """The view that suits the stream: live on a terminal, plain lines elsewhere."""
+def make_view(stream: TextIO | None = None) -> ProgressView:
+    """Make the view for a stream: a live panel on a terminal, plain lines elsewhere."""
     stream = stream or sys.stderr
     if stream.isatty() and os.environ.get("TERM") != "dumb":
         return LiveView(Console(file=stream, highlight=False))
     return PlainView(stream)
 
 
-# --------------------------------------------------------------------------- words and marks
+# --------------------------------------------------------------------------- interface
+
+
+class StageKind(StrEnum):
+    """The kind of work of a stage; decides what a view shows of it."""
+
+    SFT = "sft"
+    RL = "rl"
+    FILTER = "filter"
+    EVALUATION = "evaluation"
+
+
+class ProgressView(Protocol):
+    """What the controller reports, in this order; `stage` to `note` repeat.
+
+    Calls are cheap, never block and never fail a run; metrics have the names of record.py.
+    """
+
+    def open(self, recipe: Recipe, run: Path) -> None:
+        """The run starts or resumes."""
+        ...
+
+    def stage(self, name: str, kind: StageKind, total: int, done: int = 0) -> None:
+        """A stage starts or resumes, with `done` of `total` steps (or problems) complete."""
+        ...
+
+    def progress(self, done: int, total: int, unit: str = "rollouts") -> None:
+        """Within a step: `done` of `total` rollouts (groups, problems) are complete."""
+        ...
+
+    def step(self, step: int, values: Mapping[str, Any]) -> None:
+        """A step is complete; `values` are its metrics."""
+        ...
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """An evaluation is complete."""
+        ...
+
+    def note(self, text: str) -> None:
+        """An event worth one line: resumed, collapsed, stopping."""
+        ...
+
+    def close(self) -> None:
+        """The run ended, with or without an error; the terminal is restored. Idempotent."""
+        ...
+
+
+class QuietView:
+    """A view that shows nothing."""
+
+    def open(self, recipe: Recipe, run: Path) -> None: ...
+
+    def stage(self, name: str, kind: StageKind, total: int, done: int = 0) -> None: ...
+
+    def progress(self, done: int, total: int, unit: str = "rollouts") -> None: ...
+
+    def step(self, step: int, values: Mapping[str, Any]) -> None: ...
+
+    def evaluation(self, evaluation: Evaluation) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+# --------------------------------------------------------------------------- formatting
 
 
 def percent(value: Any) -> str:
-    """A share as a percentage; a dash for what is not known."""
+    """A share as a percentage; a dash if it is not known."""
     return "–" if value is None else f"{100 * value:.1f}%"
 
 
@@ -56,9 +122,10 @@ def clock_text(seconds: float) -> str:
 
 
 def sparkline(values: Iterable[float], low: float | None = None, high: float | None = None) -> str:
-    """The values as a row of small bars between low and high (their own extent if not given).
+    """The values as a row of small bars between low and high.
 
-    More than HISTORY values are averaged in as many bins, so that the whole past is shown.
+    Without low and high their minimum and maximum are used. More than HISTORY values are averaged
+    into that many bins, so that all steps are shown.
     """
     known = [v for v in values if v == v]
     if not known:
@@ -74,7 +141,7 @@ def sparkline(values: Iterable[float], low: float | None = None, high: float | N
 
 
 def bar(share: float, width: int, style: str = "cyan") -> Text:
-    """A bar that is full to `share`."""
+    """A bar filled to `share`."""
     full = round(max(0.0, min(1.0, share)) * width)
     return Text().append("━" * full, style).append("─" * (width - full), "bright_black")
 
@@ -84,18 +151,18 @@ def evaluation_line(evaluation: Evaluation) -> str:
     a = evaluation.accuracy
     return (
         f"{evaluation.stage}: {evaluation.mode} {percent(a.mean)} "
-        f"({100 * a.low:.0f}–{100 * a.high:.0f}), failing calls in correct "
+        f"({100 * a.low:.0f}–{100 * a.high:.0f}), tool-error rate in correct rollouts "
         f"{percent(evaluation.failing_calls_in_correct)}, valid calls "
         f"{percent(evaluation.valid_calls)}, length {evaluation.mean_length:.0f}"
     )
 
 
-# --------------------------------------------------------------------------- state
+# --------------------------------------------------------------------------- progress of a stage
 
 
 @dataclass(slots=True)
-class Progress:
-    """Where the current stage stands; shared by both views."""
+class StageProgress:
+    """Progress of the current stage; both views use it."""
 
     name: str = ""
     kind: StageKind = StageKind.RL
@@ -122,7 +189,7 @@ class Progress:
         return f"{self.values.get(name) or 0:.0f}"
 
     def eta_s(self) -> float | None:
-        """Seconds to the end of the stage, from its last steps or from the work within it."""
+        """Seconds to the end of the stage, from the duration of its last steps."""
         if self.times:
             return (self.total - self.done) * sum(self.times) / len(self.times)
         return None
@@ -134,17 +201,17 @@ class Progress:
         return self.done / self.total if self.total else 1.0
 
 
-# --------------------------------------------------------------------------- live
+# --------------------------------------------------------------------------- live panel
 
 
 def mismatch(values: Mapping[str, Any]) -> str:
-    """Mean difference of a sampled token's logprob between engine and learner; a dash if none."""
-    found = values.get("mismatch/abs")
-    return "–" if found is None else f"{found:.1e}"
+    """Mean logprob difference of sampled tokens, engine against learner; a dash if unknown."""
+    difference = values.get("mismatch/abs")
+    return "–" if difference is None else f"{difference:.1e}"
 
 
 class LiveView:
-    """A panel that is repainted in place; what is finished scrolls away above it as lines."""
+    """A panel that is repainted in place; finished evaluations and notes scroll above it."""
 
     def __init__(self, console: Console, clock: Clock = time.monotonic) -> None:
         self._console = console
@@ -153,7 +220,7 @@ class LiveView:
         self._started = clock()
         self._recipe: Recipe | None = None
         self._run = Path()
-        self._now = Progress()
+        self._now = StageProgress()
         self._histories: dict[StageKind, dict[str, list[float]]] = {}
         self._after: dict[str, str] = {}
 
@@ -166,7 +233,7 @@ class LiveView:
 
     def stage(self, name: str, kind: StageKind, total: int, done: int = 0) -> None:
         history = self._histories.setdefault(kind, {})
-        self._now = Progress(name, kind, total, done, history=history)
+        self._now = StageProgress(name, kind, total, done, history=history)
         self._now.step_started = self._clock()
 
     def progress(self, done: int, total: int, unit: str = "rollouts") -> None:
@@ -233,7 +300,7 @@ class LiveView:
         return text
 
     def _later_s(self) -> float:
-        """Seconds that the RL stages after this one will take at the present pace."""
+        """Seconds that the RL stages after this one will take at the current speed."""
         stages = self._recipe.rl.stages if self._recipe else ()
         names = [stage.name for stage in stages]
         if self._now.name not in names or not self._now.times:
@@ -262,7 +329,7 @@ class LiveView:
         cell("reward  ", percent(v.get("reward")), sparkline(past.get("reward", ()), 0, 1), "green")
         failing = past.get("failing_calls_in_correct", ())
         value = percent(v.get("failing_calls_in_correct"))
-        cell("failing in correct", value, sparkline(failing, 0), "yellow")
+        cell("errors in correct ", value, sparkline(failing, 0), "yellow")
         text.append("\n")
         cell(
             "length  ", count("response_length"), sparkline(past.get("response_length", ())), "blue"
@@ -285,7 +352,7 @@ class LiveView:
         return text
 
     def _split(self) -> Text:
-        """Where the last step's time went."""
+        """Shares of the last step's time."""
         v, text = self._now.values, Text()
         whole = v.get("time/step") or 1.0
         for name, style in (("generate", "blue"), ("tools", "yellow"), ("learn", "green")):
@@ -294,7 +361,7 @@ class LiveView:
         return text
 
     def _kinds(self, width: int) -> Iterable[Table]:
-        """Accuracy per kind in this step's rollouts, as many to a row as fit."""
+        """Accuracy per kind in this step's rollouts, as many per row as fit."""
         kinds = {
             name.removeprefix("accuracy/"): value
             for name, value in self._now.values.items()
@@ -314,23 +381,23 @@ class LiveView:
         yield table
 
 
-# --------------------------------------------------------------------------- plain
+# --------------------------------------------------------------------------- plain lines
 
 
 class PlainView:
-    """One line per event and per few seconds of steps, for logs and pipes."""
+    """Prints one line per event, and one every few seconds of steps, for logs and pipes."""
 
     def __init__(self, stream: TextIO, clock: Clock = time.monotonic) -> None:
         self._stream = stream
         self._clock = clock
-        self._now = Progress()
+        self._now = StageProgress()
         self._started = self._printed = clock()
 
     def open(self, recipe: Recipe, run: Path) -> None:
         self._say(f"{recipe.name} seed {recipe.seed} in {run}")
 
     def stage(self, name: str, kind: StageKind, total: int, done: int = 0) -> None:
-        self._now = Progress(name, kind, total, done)
+        self._now = StageProgress(name, kind, total, done)
         self._now.step_started = self._clock()
         behind = f", {done} of them done" if done else ""
         unit = "steps" if kind in (StageKind.SFT, StageKind.RL) else "problems"
@@ -365,7 +432,7 @@ class PlainView:
             return f"{head}: loss {v.get('loss') or 0.0:.3f}{left}"
         return (
             f"{head}: reward {percent(v.get('reward'))}, "
-            f"failing calls in correct {percent(v.get('failing_calls_in_correct'))}, "
+            f"tool-error rate in correct rollouts {percent(v.get('failing_calls_in_correct'))}, "
             f"length {now.count('response_length')}, truncated {percent(v.get('truncated'))}, "
             f"dropped {now.count('groups/dropped')}, refilled {now.count('groups/refilled')}, "
             f"mismatch {mismatch(v)}, "

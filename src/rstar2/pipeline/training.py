@@ -1,0 +1,134 @@
+"""One run's training, as the stages use it: resample, learn, publish, and the checkpoints.
+
+A checkpoint holds the pipeline's state together with the learner's, after everything that it
+builds on is on disk. `restore` returns to the newest complete one and rewinds the record to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from rstar2.config import OptimizerConfig, Recipe, RlConfig, StageConfig
+from rstar2.errors import CheckpointError
+from rstar2.grpo.batch import make_batch, resample_groups
+from rstar2.learner.checkpoint import CheckpointStore
+from rstar2.pipeline.progress import ProgressView
+from rstar2.pipeline.runtime import Runtime
+from rstar2.pipeline.state import RunState
+from rstar2.record import RunDirectory
+from rstar2.rollout.collector import CollectedStep
+from rstar2.types import Batch, Selection, WeightVersion
+
+SFT = "sft"
+BEST = "best"
+
+
+@dataclass(frozen=True, slots=True)
+class ResampledStep:
+    """The groups of one step, the selection of each group that is used, and the batch."""
+
+    collected: CollectedStep
+    selections: tuple[Selection, ...]
+    """In the order of `collected.groups`."""
+    batch: Batch
+
+
+def resample(step: int, collected: CollectedStep, rl: RlConfig, seed: int) -> ResampledStep:
+    """Select G of the 2G rollouts of every used group and make the batch. Pure."""
+    selections = resample_groups(collected.groups, rl.roc, seed)
+    pairs = zip(collected.groups, selections, strict=True)
+    return ResampledStep(collected, selections, make_batch(step, pairs, rl.loss))
+
+
+class Training:
+    """A recipe, its run directory and view, and the processes that carry it out."""
+
+    def __init__(
+        self, recipe: Recipe, run: RunDirectory, view: ProgressView, runtime: Runtime
+    ) -> None:
+        self.recipe, self.run, self.view, self.runtime = recipe, run, view, runtime
+        self.checkpoints = CheckpointStore(run.path / "checkpoints", recipe.record.keep_checkpoints)
+
+    # ------------------------------------------------------------------ learn and publish
+
+    async def start_optimizer(self, stage: StageConfig) -> None:
+        """Set a stage's learning rate; the first stage and `reset_optimizer` start new moments."""
+        rl, learner = self.recipe.rl, self.runtime.learner
+        config: OptimizerConfig = rl.optimizer
+        if stage.lr is not None:
+            config = config.model_copy(update={"lr": stage.lr})
+        updates = sum(s.steps for s in rl.stages) * rl.minibatches
+        fresh = stage.reset_optimizer or stage.name == rl.stages[0].name
+        start = learner.reset_optimizer if fresh else learner.retune
+        await self.runtime.on_learner(start, config, updates)
+
+    async def learn(self, stage: str, resampled: ResampledStep) -> dict[str, float] | None:
+        """Train on a step's batch and record its groups at the same time; the learner's metrics.
+
+        None if the batch is empty: no group had different rewards, so the weights stay the same.
+        """
+        rl, learner, batch = self.recipe.rl, self.runtime.learner, resampled.batch
+        if not batch.samples:
+            self._record_groups(stage, resampled)
+            self.view.note(
+                f"{stage} step {batch.step}: every group had equal rewards, nothing to learn"
+            )
+            return None
+        learning = asyncio.ensure_future(
+            self.runtime.on_learner(learner.rl_step, batch, rl.loss, rl.minibatches)
+        )
+        await asyncio.sleep(0)  # the learner starts before the record is written
+        self._record_groups(stage, resampled)
+        metrics = await learning
+        if self.recipe.record.tokens:
+            values = await self.runtime.on_learner(learner.token_values)
+            self.run.tokens(stage, batch.step, values)
+        return metrics
+
+    async def publish(self, version: WeightVersion) -> dict[str, float]:
+        """Make all engines serve the learner's weights as `version`; returns metrics of it."""
+        return await self.runtime.publish(version)
+
+    def _record_groups(self, stage: str, resampled: ResampledStep) -> None:
+        """Write all groups of a step; those that were used with their selection."""
+        selections = {selection.group_id: selection for selection in resampled.selections}
+        for drawn in resampled.collected.drawn:
+            selection = selections.get(drawn.group.id)
+            self.run.trajectories(stage, resampled.batch.step, drawn.group, selection)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    async def save(self, state: RunState) -> None:
+        """Write a checkpoint that a resumed run starts from."""
+
+        def save() -> None:
+            self.run.sync()  # everything that a checkpoint builds on is on disk before it
+            self.checkpoints.save(state.ordinal, self.runtime.learner, state.to_dict())
+
+        await self.runtime.on_learner(save)
+        self.run.event("checkpoint", phase=state.phase, step=state.step)
+
+    async def restore(self) -> RunState:
+        """Load the newest complete checkpoint and rewind the record to it, or start the run."""
+        saved = self.checkpoints.latest()
+        if saved is None:
+            self.run.rewind(SFT, 0)
+            return RunState()
+        state = RunState.from_dict(saved.state)
+        if state.phase not in {SFT, *(stage.name for stage in self.recipe.rl.stages)}:
+            raise CheckpointError(f"{saved.path}: this recipe has no stage {state.phase!r}")
+        await self.runtime.on_learner(self.runtime.learner.load, saved.path)
+        self.run.rewind(state.phase, state.step)
+        self.view.note(f"resuming after step {state.step} of {state.phase}")
+        return state
+
+    async def export(self, name: str) -> None:
+        """Write the current weights as a model directory."""
+        path = self.run.path / "exports" / name
+        await self.runtime.on_learner(self.runtime.learner.export, path, self.runtime.tokenizer)
+
+    async def keep_best(self, state: RunState) -> None:
+        """Export the weights that had the best reward so far."""
+        await self.export(BEST)
+        self.run.event("best", rl_step=state.rl_steps, reward=state.window.best_reward)
