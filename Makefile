@@ -9,8 +9,11 @@ VLLM_INSTALLED := $(VLLM)/.installed
 # Ray is for several machines only; the core environment stays free of it.
 RAY := .venv-ray
 RAY_INSTALLED := $(RAY)/.installed
+# pytest keeps the tests of a file on one worker; tests/conftest.py has the exceptions and the order.
+WORKERS ?= $(shell nproc)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help install quickstart test test-vllm test-cluster lint format wheel clean
+.PHONY: help install quickstart test test-fast test-vllm test-cluster lint format wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -26,8 +29,11 @@ install: $(INSTALLED)  ## make .venv and install rstar2 with what its tests need
 quickstart: $(INSTALLED)  ## train the tiny agent by the whole recipe on this machine (minutes)
 	$(BIN)/rstar2 quickstart
 
-test: $(INSTALLED)  ## run the tests, attacks on the jail included
-	OMP_NUM_THREADS=1 $(BIN)/pytest
+test: $(INSTALLED)  ## run all tests, including the attacks on the jail
+	$(PYTEST)
+
+test-fast: $(INSTALLED)  ## run the tests that need no training run, no cell and no browser (under 60 s)
+	$(PYTEST) -m "not slow"
 
 $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt scripts/install_vllm.py
 	$(PYTHON) -m venv $(VLLM)

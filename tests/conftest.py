@@ -1,8 +1,10 @@
-"""Fixtures for all tests."""
+"""Fixtures for all tests, and how tests are spread over the workers of pytest-xdist."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,41 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.attacks.attacker import VARIANTS
 
 ROOT = Path(__file__).resolve().parents[1]
+
+LONGEST_FIRST = ("e2e", "attacks", "viewer", "evaluate", "faults", "codeenv")
+"""Folders whose tests start first, so that no worker begins a long one when the others finish."""
+
+SPREAD = ("e2e",)
+"""Folders whose tests share no fixture but `finished`: each of them may run on any worker."""
+
+
+def _folder(item: pytest.Item) -> str:
+    return item.path.relative_to(ROOT / "tests").parts[0]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests of a file on one worker (`--dist loadgroup`): they share its fixtures."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None and _folder(item) not in SPREAD:
+            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(ROOT))))
+    rank = {name: number for number, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: rank.get(_folder(item), len(rank)))
+
+
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """A directory that `make` fills once for all workers; the others wait until it is complete."""
+    shared = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent  # every worker has a base of its own below the session's
+    with (shared / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        path, complete = shared / name, shared / f"{name}.complete"
+        if not complete.exists():
+            path.mkdir()  # fails in other workers if `make` failed in the first one
+            make(path)
+            complete.touch()
+    return path
 
 
 class SharedFixtureScheduling(LoadScopeScheduling):  # type: ignore[misc]
@@ -33,17 +70,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedFixtur
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real run of the miniature (tests/e2e), never interrupted; to be read, not changed."""
+    """A complete run of the miniature recipe (tests/e2e). Tests must not change it."""
     from tests.e2e.driving import drive
 
-    root = tmp_path_factory.mktemp("miniature")
-    assert drive(root / "data", root / "run") == 0
-    return root / "run"
+    def run_miniature(root: Path) -> None:
+        assert drive(root / "data", root / "run") == 0
+
+    return once(tmp_path_factory, "miniature", run_miniature) / "run"
 
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Real data sets, which are no part of the repository; tests that need them skip without."""
+    """Real data sets, which are not part of the repository. Tests skip without them."""
     path = Path(os.environ.get("RSTAR2_SHARED_DATA", ROOT.parent / "shared" / "data"))
     if not path.is_dir():
         pytest.skip(f"no shared data at {path} (set RSTAR2_SHARED_DATA)")

@@ -19,8 +19,6 @@ from rstar2.codeenv.protocol import RunRequest, VerifyRequest
 from rstar2.config import CodeEnvConfig
 from rstar2.types import Limits, Outcome, ToolResult
 
-pytestmark = pytest.mark.timeout(170)
-
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
