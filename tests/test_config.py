@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rstar2.config import Recipe, load_recipe, preflight, shipped_recipes
+from rstar2.config import Recipe, load_recipe, preflight, render_recipe, shipped_recipes
 from rstar2.config.preflight import (
     TINY,
     check_data,
@@ -17,7 +17,6 @@ from rstar2.config.preflight import (
     check_run_directory,
     memory_estimate,
 )
-from rstar2.config.show import render
 from rstar2.errors import RecipeError, UserError
 
 
@@ -72,7 +71,7 @@ def test_the_14b_recipe_holds_the_papers_numbers() -> None:
 @pytest.mark.parametrize("name", sorted(shipped_recipes()))
 def test_the_printed_recipe_loads_to_the_same_values(name: str, write) -> None:
     loaded = load_recipe(name, ["seed=3"])
-    assert load_recipe(write(render(loaded))).recipe == loaded.recipe
+    assert load_recipe(write(render_recipe(loaded))).recipe == loaded.recipe
 
 
 # --------------------------------------------------------------------------- precedence

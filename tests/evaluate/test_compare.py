@@ -15,9 +15,9 @@ from tests.evaluate.evaluate_helpers import problem, said, settings
 
 def results(rights: list[bool], **changes: object) -> EvalResults:
     problems = [problem(str(n)) for n in range(len(rights))]
-    verdicts = [said(p.id, 0, "1", r) for p, r in zip(problems, rights, strict=True)]
+    summaries = [said(p.id, 0, "1", r) for p, r in zip(problems, rights, strict=True)]
     asked = settings(samples=1, **changes)
-    return EvalResults(asked, {"set": score("set", problems, verdicts, samples=1)}, True)
+    return EvalResults(asked, {"set": score("set", problems, summaries, samples=1)}, True)
 
 
 def mcnemar(better: int, worse: int) -> float:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from rstar2.evaluate.scores import majority, powers, score, verdict, vote
+from rstar2.evaluate.scores import majority, powers, score, summarise_answer, vote
 from rstar2.types import Outcome
 from tests.evaluate.evaluate_helpers import given, problem, said
 
 
 def test_avg_pass_and_maj_by_hand() -> None:
     problems = [problem("a", kind="x"), problem("b", kind="x"), problem("c", kind="y")]
-    verdicts = [
+    summaries = [
         *(said("a", n, "1", True) for n in (0, 1, 2)),
         said("a", 3, "7"),
         said("b", 0, "1", True),
         *(said("b", n, "9") for n in (1, 2, 3)),
         *(said("c", n, None) for n in range(4)),
     ]
-    found = score("set", problems, verdicts, samples=4)
+    found = score("set", problems, summaries, samples=4)
     assert found.average.mean == pytest.approx((0.75 + 0.25 + 0.0) / 3)
     assert found.majority.mean == pytest.approx(1 / 3)
     # pass@2 from 4: 1 - C(1,2)/C(4,2) = 1, 1 - C(3,2)/C(4,2) = 1/2, 0
@@ -34,16 +34,16 @@ def test_avg_pass_and_maj_by_hand() -> None:
 def test_intervals_are_over_problems_and_hold_the_mean() -> None:
     problems = [problem(str(n)) for n in range(40)]
     rights = {(p.id, s): (n + s) % 3 == 0 for n, p in enumerate(problems) for s in (0, 1)}
-    verdicts = [said(id, s, "1" if right else "2", right) for (id, s), right in rights.items()]
-    found = score("set", problems, verdicts, samples=2)
+    summaries = [said(id, s, "1" if right else "2", right) for (id, s), right in rights.items()]
+    found = score("set", problems, summaries, samples=2)
     for estimate in (found.average, found.majority, *found.passes.values()):
         assert estimate.low < estimate.mean < estimate.high
         assert estimate.count == 40
 
 
 def test_answers_that_are_not_there_are_missing_and_not_wrong() -> None:
-    verdicts = [said("a", 0, "1", True), said("a", 1, "1", True), said("b", 0, "1", True)]
-    found = score("set", [problem("a"), problem("b"), problem("c")], verdicts, samples=2)
+    summaries = [said("a", 0, "1", True), said("a", 1, "1", True), said("b", 0, "1", True)]
+    found = score("set", [problem("a"), problem("b"), problem("c")], summaries, samples=2)
     assert found.missing == 3
     assert found.average.mean == 1.0
     assert found.average.count == 2
@@ -51,8 +51,8 @@ def test_answers_that_are_not_there_are_missing_and_not_wrong() -> None:
 
 
 def test_samples_beyond_those_asked_for_do_not_count() -> None:
-    verdicts = [said("a", 0, "1", True), said("a", 1, "2"), said("a", 2, "2")]
-    assert score("set", [problem("a")], verdicts, samples=1).average.mean == 1.0
+    summaries = [said("a", 0, "1", True), said("a", 1, "2"), said("a", 2, "2")]
+    assert score("set", [problem("a")], summaries, samples=1).average.mean == 1.0
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_tool_use_is_counted_by_typed_outcome() -> None:
         given("a", 1, "2", correct=False, outcomes=(Outcome.BAD_JSON, Outcome.TIMEOUT)),
         given("b", 0, "1", correct=True),
     ]
-    verdicts = [verdict(answer, "integer") for answer in answers]
-    found = score("set", [problem("a"), problem("b")], verdicts, samples=2)
+    summaries = [summarise_answer(answer, "integer") for answer in answers]
+    found = score("set", [problem("a"), problem("b")], summaries, samples=2)
     assert found.tool_errors == 0.75
     assert found.failing_calls_in_correct == 0.5
     assert found.valid_calls == 0.75

@@ -15,9 +15,10 @@ from rstar2.codeenv.protocol import RunRequest, VerifyRequest, VerifyResult
 from rstar2.config import AgentConfig, SamplingConfig, TemplateConfig
 from rstar2.engine.openai import Reply
 from rstar2.errors import EngineError, InfrastructureError
+from rstar2.evaluate.answerers import EndpointAnswerer, Task
 from rstar2.evaluate.benchmarks import Benchmark
 from rstar2.evaluate.store import EvalDirectory
-from rstar2.evaluate.sweep import EndpointAnswerer, Task, missing, sweep
+from rstar2.evaluate.sweep import missing_tasks, sweep
 from rstar2.types import (
     Failure,
     Finish,
@@ -54,22 +55,22 @@ async def test_only_what_is_missing_is_asked(tmp_path: Path) -> None:
     asked = settings(samples=2)
     with EvalDirectory.open(tmp_path / "e", asked, [SET]) as directory:
         directory.add(given("a", 1, "1", correct=True))
-        tasks = list(missing([SET], asked, directory))
+        tasks = list(missing_tasks([SET], asked, directory))
         answerer = Scripted()
         assert not await sweep(tasks, answerer, directory, LIMITS, concurrency=2)
         assert answerer.asked == Counter(
             {(p, s): 1 for p in "abc" for s in (0, 1) if (p, s) != ("a", 1)}
         )
-        assert not list(missing([SET], asked, directory))
+        assert not list(missing_tasks([SET], asked, directory))
 
 
 async def test_seeds_do_not_depend_on_what_was_done_before(tmp_path: Path) -> None:
     asked = settings(samples=4)
     with EvalDirectory.open(tmp_path / "e", asked, [SET]) as directory:
-        fresh = {(t.problem.id, t.sample): t.seed for t in missing([SET], asked, directory)}
+        fresh = {(t.problem.id, t.sample): t.seed for t in missing_tasks([SET], asked, directory)}
         directory.add(given("a", 0, "1", correct=True))
         directory.add(given("b", 2, "1", correct=True))
-        rest = {(t.problem.id, t.sample): t.seed for t in missing([SET], asked, directory)}
+        rest = {(t.problem.id, t.sample): t.seed for t in missing_tasks([SET], asked, directory)}
     assert len(set(fresh.values())) == 12
     assert rest == {key: fresh[key] for key in rest}
     assert len(rest) == 10
@@ -78,16 +79,16 @@ async def test_seeds_do_not_depend_on_what_was_done_before(tmp_path: Path) -> No
 async def test_lost_rollouts_are_counted_and_tried_again(tmp_path: Path) -> None:
     asked = settings(samples=1)
     with EvalDirectory.open(tmp_path / "e", asked, [SET]) as directory:
-        tasks = list(missing([SET], asked, directory))
+        tasks = list(missing_tasks([SET], asked, directory))
         lost = await sweep(tasks, Scripted(("b", 0)), directory, LIMITS, concurrency=1)
         assert lost == Counter(engine=1)
-        assert [t.problem.id for t in missing([SET], asked, directory)] == ["b"]
+        assert [t.problem.id for t in missing_tasks([SET], asked, directory)] == ["b"]
 
 
 async def test_an_outage_ends_the_sweep(tmp_path: Path) -> None:
     asked = settings(samples=8)
     with EvalDirectory.open(tmp_path / "e", asked, [SET]) as directory:
-        tasks = list(missing([SET], asked, directory))
+        tasks = list(missing_tasks([SET], asked, directory))
         everything = Scripted(*((p, s) for p in "abc" for s in range(8)))
         with pytest.raises(InfrastructureError, match="8 rollouts in a row"):
             await sweep(tasks, everything, directory, LIMITS, concurrency=1)

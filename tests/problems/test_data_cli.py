@@ -20,7 +20,7 @@ from starlette.routing import Route
 from typer.testing import CliRunner
 
 from rstar2.cli.data import app
-from rstar2.cli.data_sources import named_source
+from rstar2.cli.data_shared import named_source
 from rstar2.errors import UserError
 from rstar2.learner.tiny import make_tiny
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rstar2.errors import DataError
-from rstar2.problems.difficulty import difficulty
 from rstar2.problems.load import load_problems
+from rstar2.problems.model_filters import difficulty
 from rstar2.types import Group, Problem, Reward, StopReason, Trajectory
 
 

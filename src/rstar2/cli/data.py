@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rstar2.cli.data_answers import agree, difficulty
+from rstar2.cli.data_filter import agree, difficulty
 from rstar2.cli.data_sft import sft
-from rstar2.cli.data_sources import SOURCES_HELP, bar, evaluation_sets, named_source, show_card
+from rstar2.cli.data_shared import SOURCES_HELP, bar, evaluation_sets, named_source, show_card
 from rstar2.errors import UserError
 
 if TYPE_CHECKING:
-    from rstar2.problems.card import Card, Filter
+    from rstar2.problems.card import Card, DataFilter
     from rstar2.problems.prepare import ProblemSource
     from rstar2.types import Problem
 
@@ -77,10 +77,10 @@ def _sources(texts: list[str], fields: dict[str, str]) -> list[ProblemSource]:
     return found
 
 
-def _steps(integers: bool, digits: int, against: list[str]) -> list[Filter[Problem]]:
+def _steps(integers: bool, digits: int, against: list[str]) -> list[DataFilter[Problem]]:
     from rstar2.problems import clean
 
-    steps: list[Filter[Problem]] = [clean.VerifiableProblems()]
+    steps: list[DataFilter[Problem]] = [clean.VerifiableProblems()]
     if integers:
         steps.append(clean.IntegerAnswers())
     steps += [clean.NotGiant(digits), clean.GoldsReadable(), clean.UniqueProblems()]
@@ -90,7 +90,7 @@ def _steps(integers: bool, digits: int, against: list[str]) -> list[Filter[Probl
 
 
 async def _prepare(
-    sources: list[ProblemSource], steps: list[Filter[Problem]], out: Path, verify: bool
+    sources: list[ProblemSource], steps: list[DataFilter[Problem]], out: Path, verify: bool
 ) -> Card:
     from rstar2.codeenv.client.client import CodeEnvClient
     from rstar2.config import CodeEnvConfig

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rstar2.cli.data_sources import SOURCES_HELP, bar, evaluation_sets, named_source, show_card
+from rstar2.cli.data_shared import SOURCES_HELP, bar, evaluation_sets, named_source, show_card
 from rstar2.errors import UserError
 
 if TYPE_CHECKING:
-    from rstar2.problems.card import Filter
+    from rstar2.problems.card import DataFilter
     from rstar2.problems.sft.converters import ParsedConversation
     from rstar2.problems.sft.prepare import Measure
 
@@ -73,10 +73,10 @@ def sft(
     show_card(card, out / CONVERSATIONS, as_json=json)
 
 
-def _checks(keep_math: bool, against: list[str]) -> list[Filter[ParsedConversation]]:
+def _checks(keep_math: bool, against: list[str]) -> list[DataFilter[ParsedConversation]]:
     from rstar2.problems.sft import checks
 
-    found: list[Filter[ParsedConversation]] = [checks.OrderedTurns()]
+    found: list[DataFilter[ParsedConversation]] = [checks.OrderedTurns()]
     if not keep_math:
         found.append(checks.NoMathReasoning())
     if against:

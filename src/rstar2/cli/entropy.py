@@ -194,9 +194,8 @@ async def _draw(
     from rstar2.agent.loop import RolloutSpec
     from rstar2.cli.eval import base_recipe
     from rstar2.config import SamplingConfig
+    from rstar2.evaluate.answerers import Task, load_template, open_fleet
     from rstar2.evaluate.benchmarks import load_benchmark
-    from rstar2.evaluate.session import load_template, open_fleet
-    from rstar2.evaluate.sweep import Task
     from rstar2.pipeline.runtime import scheduling
     from rstar2.rollout.groups import together
     from rstar2.seeds import derive_seed

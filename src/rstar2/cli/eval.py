@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from rstar2.cli.chat import longest, model_directory
-from rstar2.cli.evaluation import EvalJob, EvalOptions, conclude, load_sets, rescored, tables
+from rstar2.cli.eval_job import EvalJob, EvalOptions, conclude, load_sets, rescored, tables
 from rstar2.config import Recipe, load_recipe
 from rstar2.errors import UserError
 from rstar2.types import encode

@@ -21,8 +21,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from rstar2.config import LoadedRecipe, Recipe, load_recipe, preflight
-from rstar2.config.show import render
+from rstar2.config import LoadedRecipe, Recipe, load_recipe, preflight, render_recipe
 from rstar2.errors import RecipeError, UserError
 from rstar2.pipeline.progress import ProgressView
 from rstar2.record import RunDirectory, is_finished, read_evaluations
@@ -127,7 +126,7 @@ def default_directory(recipe: Recipe, suffix: str = "") -> Path:
 
 def show(loaded: LoadedRecipe, run: Path | None) -> None:
     """Print the resolved recipe, then what would keep it from starting on this machine."""
-    typer.echo(render(loaded), nl=False)
+    typer.echo(render_recipe(loaded), nl=False)
     try:
         preflight(loaded.recipe, run or default_directory(loaded.recipe))
     except UserError as error:

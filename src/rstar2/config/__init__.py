@@ -3,7 +3,14 @@
 Imports no torch, so a wrong recipe is refused in well under two seconds.
 """
 
-from rstar2.config.load import LoadedRecipe, Origin, find_recipe, load_recipe, shipped_recipes
+from rstar2.config.load import (
+    LoadedRecipe,
+    Origin,
+    find_recipe,
+    load_recipe,
+    render_recipe,
+    shipped_recipes,
+)
 from rstar2.config.preflight import preflight
 from rstar2.config.schema import (
     AgentConfig,
@@ -56,5 +63,6 @@ __all__ = [
     "find_recipe",
     "load_recipe",
     "preflight",
+    "render_recipe",
     "shipped_recipes",
 ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from rstar2.config.walk import annotation_at, options, section, settings, sugges
 from rstar2.errors import RecipeError
 
 COMMAND_LINE = "--set"
+COLUMN = 48
+"""Where `render_recipe` puts the origin of a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,45 @@ def load_recipe(
     if faults := check(recipe):
         raise _refusal(path, [f.render(lambda p: str(loaded.origin(p))) for f in faults])
     return loaded
+
+
+# --------------------------------------------------------------------------- printing
+
+
+def render_recipe(loaded: LoadedRecipe) -> str:
+    """The whole recipe; secrets are left out."""
+    values = loaded.recipe.model_dump(mode="json")
+    values["codeenv"]["token"] = None
+    lines = []
+    for text, path in _lines(values, "", 0):
+        origin = f"# {loaded.origin(path)}" if path else ""
+        lines.append(f"{text:<{COLUMN}} {origin}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def _lines(values: dict[str, Any], prefix: str, depth: int) -> Iterator[tuple[str, str]]:
+    """(line of YAML, path of the value on it or "" for a heading)."""
+    indent = "  " * depth
+    for key, value in values.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict) and value:
+            yield f"{indent}{key}:", ""
+            yield from _lines(value, f"{path}.", depth + 1)
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            yield f"{indent}{key}:", ""
+            for index, entry in enumerate(value):
+                for n, (text, where) in enumerate(_lines(entry, f"{path}.{index}.", depth + 2)):
+                    yield (f"{indent}  - {text.lstrip()}" if n == 0 else text), where
+        else:
+            yield f"{indent}{key}: {_scalar(value)}", path
+
+
+def _scalar(value: Any) -> str:
+    """A plain value or a list of them on one line of YAML."""
+    if isinstance(value, list):
+        return f"[{', '.join(_scalar(v) for v in value)}]"
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000)
+    return text.removesuffix("\n...\n").strip()
 
 
 # --------------------------------------------------------------------------- finding

@@ -105,7 +105,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     return shares(values) if values else NOTHING
 
 
-def verdict(answer: GradedAnswer, grader: str) -> AnswerSummary:
+def summarise_answer(answer: GradedAnswer, grader: str) -> AnswerSummary:
     """What counts of an answer that was graded."""
     trajectory = answer.trajectory
     assert trajectory.reward is not None
@@ -131,10 +131,10 @@ def vote(answer: str | None, grader: str) -> str | None:
     return _NOISE.sub("", answer).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
 
 
-def majority(verdicts: Iterable[AnswerSummary]) -> float:
+def majority(summaries: Iterable[AnswerSummary]) -> float:
     """The right share of the most frequent answers to one problem."""
     votes: defaultdict[str, list[bool]] = defaultdict(list)
-    for one in verdicts:
+    for one in summaries:
         if one.vote is not None:
             votes[one.vote].append(one.correct)
     most = max(map(len, votes.values()), default=0)
@@ -151,7 +151,7 @@ def powers(samples: int) -> list[int]:
 def score(
     benchmark: str,
     problems: Sequence[Problem],
-    verdicts: Iterable[AnswerSummary],
+    summaries: Iterable[AnswerSummary],
     *,
     samples: int,
     wall_s: float = 0.0,
@@ -159,7 +159,7 @@ def score(
 ) -> BenchmarkScore:
     """The figures of one benchmark; problems without an answer are counted as missing only."""
     by_id: defaultdict[str, list[AnswerSummary]] = defaultdict(list)
-    for one in verdicts:
+    for one in summaries:
         if one.sample < samples:
             by_id[one.problem_id].append(one)
     rows = [_problem(p, by_id[p.id]) for p in problems if by_id[p.id]]
@@ -195,14 +195,14 @@ def score(
     )
 
 
-def _problem(problem: Problem, verdicts: Sequence[AnswerSummary]) -> ProblemScore:
+def _problem(problem: Problem, summaries: Sequence[AnswerSummary]) -> ProblemScore:
     return ProblemScore(
         id=problem.id,
         kind=problem.kind,
-        answers=len(verdicts),
-        correct=sum(one.correct for one in verdicts),
-        majority=majority(verdicts),
-        mean_tokens=math.fsum(one.tokens for one in verdicts) / len(verdicts),
+        answers=len(summaries),
+        correct=sum(one.correct for one in summaries),
+        majority=majority(summaries),
+        mean_tokens=math.fsum(one.tokens for one in summaries) / len(summaries),
     )
 
 

@@ -1,59 +1,54 @@
-"""All answers that an evaluation still lacks: drawn, graded, put on record as each one ends.
+"""Generate the answers that an evaluation still lacks, and compute its scores.
 
-    what is missing ──> Answerer ──> grade ──> EvalDirectory.add
-                        fleet of engines, or an endpoint that speaks text
+    missing_tasks ──> Answerer ──> grade ──> EvalDirectory.add
+    EvalDirectory ──> score_answers (recorded rewards) or rescore (graded again) ──> BenchmarkScore
 
 Invariants
-- The seed of an answer derives from (seed, benchmark, problem's place, sample), and from nothing
-  that happened before: what is drawn after a kill is what would have been drawn without it.
-- A rollout lost to infrastructure gets no verdict and no line: it is counted as missing, and the
-  same command tries it again.
-- At most `concurrency` rollouts are under way, so that none waits for a place beyond its deadline.
+- The seed of an answer derives from (seed, benchmark, index of the problem, sample) and from
+  nothing else: an evaluation that was killed and resumed draws the same answers.
+- A rollout lost to infrastructure gets no reward and no line. It counts as missing, and the same
+  command tries it again.
+- At most `concurrency` rollouts run at a time, so that none waits for a slot beyond its deadline.
+- Scoring reads one answer at a time and keeps only what the figures need, so memory stays small.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
-from rstar2.agent.calls import ToolRunner
-from rstar2.agent.dialogue import ChatModel, Dialogue, opening
 from rstar2.agent.loop import RolloutSpec
-from rstar2.config import AgentConfig, TemplateConfig
-from rstar2.engine.openai import OnText, Reply
-from rstar2.errors import InfrastructureError
+from rstar2.errors import DataError, InfrastructureError
+from rstar2.evaluate.answerers import Answerer, Task
 from rstar2.evaluate.benchmarks import Benchmark
-from rstar2.evaluate.scores import GradedAnswer
-from rstar2.evaluate.store import EvalDirectory, EvalSettings
+from rstar2.evaluate.scores import (
+    AnswerSummary,
+    BenchmarkScore,
+    GradedAnswer,
+    score,
+    summarise_answer,
+)
+from rstar2.evaluate.store import (
+    EvalDirectory,
+    EvalSettings,
+    elapsed,
+    read_answers,
+    read_problems,
+)
 from rstar2.reward.grade import Verifier, grade
-from rstar2.rollout.groups import GRADE_DEADLINE_S, GroupRunner, together
+from rstar2.rollout.groups import GRADE_DEADLINE_S, together
 from rstar2.seeds import derive_seed
-from rstar2.types import Finish, Message, Problem, Trajectory
+from rstar2.types import Problem
 
 OUTAGE = 8
-"""So many rollouts lost in a row, none answered between them, end the sweep."""
+"""The sweep fails after this many lost rollouts in a row."""
+AT_ONCE = 256
+"""Answers that `rescore` grades at the same time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One answer to be had."""
-
-    benchmark: str
-    problem: Problem
-    group_id: str
-    sample: int
-    seed: int
-
-
-class Answerer(Protocol):
-    """Rolls a problem out and has it graded; returns it with the tokens of its completion."""
-
-    async def answer(self, task: Task, spec: RolloutSpec) -> tuple[Trajectory, int]: ...
-
-
-def missing(
+def missing_tasks(
     benchmarks: Sequence[Benchmark], settings: EvalSettings, directory: EvalDirectory
 ) -> Iterator[Task]:
     """What is not on record yet, the samples of a problem next to each other."""
@@ -108,106 +103,74 @@ async def sweep(
     return lost
 
 
-# --------------------------------------------------------------------------- engines
+# --------------------------------------------------------------------------- scoring
 
 
-@dataclass(frozen=True, slots=True)
-class FleetAnswerer:
-    """The loop, fleet and grader of training."""
-
-    runner: GroupRunner
-
-    async def answer(self, task: Task, spec: RolloutSpec) -> tuple[Trajectory, int]:
-        trajectory = await self.runner.rollout(
-            task.problem,
-            group_id=task.group_id,
-            index=task.sample,
-            seed=task.seed,
-            spec=spec,
-        )
-        return trajectory, len(trajectory.completion_ids)
+def score_answers(path: Path, benchmarks: Sequence[str], samples: int) -> dict[str, BenchmarkScore]:
+    """The figures of each benchmark, by the verdicts on record."""
+    scores = {}
+    for name in benchmarks:
+        problems = read_problems(path, name)
+        graders = {problem.id: problem.grader for problem in problems}
+        found = [summarise_answer(a, graders[a.problem_id]) for a in read_answers(path, name)]
+        scores[name] = score(name, problems, found, samples=samples, wall_s=elapsed(path, name))
+    return scores
 
 
-# --------------------------------------------------------------------------- endpoints
+async def rescore(
+    path: Path,
+    benchmarks: Mapping[str, Sequence[Problem] | None],
+    samples: int,
+    verifier: Verifier,
+    on_answer: Callable[[GradedAnswer], None] = lambda answer: None,
+) -> dict[str, BenchmarkScore]:
+    """The figures by the graders and truths of today; None takes the problems on record.
 
-
-@dataclass(slots=True)
-class Metered:
-    """A chat model whose completions, tool responses included, share one budget of tokens.
-
-    The server counts: what the messages of a turn have beyond those of the turn before is what was
-    added since. A server that gives no counts is not held to the budget as a whole.
+    What the model answered is what was read from its text when it was generated.
     """
-
-    model: ChatModel
-    budget: int
-    first_prompt: int = 0
-    used: int = 0
-
-    async def complete(
-        self,
-        messages: Sequence[Message],
-        *,
-        max_tokens: int,
-        temperature: float,
-        top_p: float,
-        seed: int | None,
-        deadline_s: float,
-        on_text: OnText | None,
-    ) -> Reply:
-        """One turn, within what is left."""
-        left = self.budget - self.used
-        if left <= 0:
-            return Reply("", Finish.LENGTH)
-        reply = await self.model.complete(
-            messages,
-            max_tokens=min(max_tokens, left),
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            deadline_s=deadline_s,
-            on_text=on_text,
+    return {
+        name: await _rescore_one(
+            path, name, given or read_problems(path, name), samples, verifier, on_answer
         )
-        self.first_prompt = self.first_prompt or reply.prompt_tokens
-        counted = reply.prompt_tokens - self.first_prompt + reply.completion_tokens
-        self.used = max(self.used, counted)
-        return reply
+        for name, given in benchmarks.items()
+    }
 
 
-@dataclass(frozen=True, slots=True)
-class EndpointAnswerer:
-    """The same parser, tools and grader over an endpoint that speaks text.
+async def _rescore_one(
+    path: Path,
+    name: str,
+    problems: Sequence[Problem],
+    samples: int,
+    verifier: Verifier,
+    on_answer: Callable[[GradedAnswer], None],
+) -> BenchmarkScore:
+    by_id = {problem.id: problem for problem in problems}
+    changes: Counter[str] = Counter()
+    answers = read_answers(path, name)
+    found: list[AnswerSummary] = []
 
-    `spec.max_length` bounds the completion here: the endpoint's tokenizer is not ours, so the
-    length of its prompt is known only afterwards.
-    """
+    async def worker() -> None:
+        for answer in answers:
+            if answer.problem_id not in by_id:
+                raise DataError(f"{name} has no problem {answer.problem_id}, which was answered")
+            problem = by_id[answer.problem_id]
+            fresh = await regrade(answer, problem, verifier)
+            if fresh.trajectory.correct != answer.trajectory.correct:
+                changes["to_right" if fresh.trajectory.correct else "to_wrong"] += 1
+            found.append(summarise_answer(fresh, problem.grader))
+            on_answer(fresh)
 
-    model: ChatModel
-    tools: ToolRunner
-    verifier: Verifier
-    agent: AgentConfig
-    template: TemplateConfig = field(default_factory=TemplateConfig)
+    await together(worker() for _ in range(AT_ONCE))
+    wall_s = elapsed(path, name)
+    return score(name, problems, found, samples=samples, wall_s=wall_s, settled=changes)
 
-    async def answer(self, task: Task, spec: RolloutSpec) -> tuple[Trajectory, int]:
-        for attempt in range(1, self.agent.retries + 2):
-            model = Metered(self.model, spec.max_length)
-            dialogue = Dialogue(
-                model,
-                self.tools,
-                self.agent,
-                spec.sampling,
-                opening(task.problem, self.template),
-                spec.max_length,
-                spec.max_turns,
-            )
-            trajectory = await dialogue.run(
-                task.problem,
-                id=f"{task.group_id}/{task.sample}~{attempt}",
-                group_id=task.group_id,
-                seed=task.seed,
-            )
-            if trajectory.failure is None:
-                trajectory = await grade(trajectory, task.problem, self.verifier, GRADE_DEADLINE_S)
-            if trajectory.failure is None:
-                break
-        return replace(trajectory, attempts=attempt), model.used
+
+async def regrade(answer: GradedAnswer, problem: Problem, verifier: Verifier) -> GradedAnswer:
+    """The answer with a fresh verdict."""
+    bare = replace(answer.trajectory, reward=None, failure=None)
+    graded = await grade(bare, problem, verifier, GRADE_DEADLINE_S)
+    if graded.failure is not None:
+        raise InfrastructureError(
+            f"{problem.id}, sample {answer.sample}: {graded.failure.name}: {graded.failure.message}"
+        )
+    return replace(answer, trajectory=graded)

@@ -24,7 +24,7 @@ from rstar2.pipeline.progress import StageKind
 from rstar2.pipeline.state import RunState
 from rstar2.pipeline.training import SFT, Training
 from rstar2.problems.conversations import batches, held_out, sft_steps
-from rstar2.problems.difficulty import difficulty
+from rstar2.problems.model_filters import difficulty
 from rstar2.record import evaluation_stage, filter_stage
 from rstar2.rollout.groups import together
 from rstar2.types import Conversation, Evaluation, Group

@@ -25,7 +25,7 @@ EXAMPLES = 3
 MARKDOWN, JSON, DROPPED = "card.md", "card.json", "dropped.jsonl"
 
 
-class Filter(Protocol[T_contra]):
+class DataFilter(Protocol[T_contra]):
     """One step of a pipeline. `name` is its line in the data card."""
 
     @property

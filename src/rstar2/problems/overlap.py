@@ -257,14 +257,16 @@ class Duplicates:
         for column in parts.T:
             keys = (keys ^ column) * _MULTIPLIER
             keys ^= keys >> np.uint64(29)
-        return keys.tolist()
+        listed: list[int] = keys.tolist()
+        return listed
 
     def _signature(self, found: Fingerprint) -> np.ndarray:
         pairs = found.grams(2)
         if not len(pairs):
             return np.zeros(self.HASHES, dtype=np.uint32)
         mixed = (pairs[:, None] * self._a + self._b) >> np.uint64(32)
-        return mixed.min(axis=0).astype(np.uint32)
+        smallest: np.ndarray = mixed.min(axis=0).astype(np.uint32)
+        return smallest
 
     def _similar(self, signature: np.ndarray, earlier: int) -> bool:
         start = earlier * self.HASHES

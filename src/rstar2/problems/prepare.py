@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rstar2.errors import DataError
-from rstar2.problems.card import DROPPED, Bin, Card, Dropped, Filter, StepCount, output_directory
+from rstar2.problems.card import (
+    DROPPED,
+    Bin,
+    Card,
+    DataFilter,
+    Dropped,
+    StepCount,
+    output_directory,
+)
 from rstar2.problems.rows import BadRow, known_rows, shown
 from rstar2.problems.sources import READERS, MalformedRow, Reader, recognise, to_problem
 from rstar2.reward.grade import Verifier, rejected_golds
@@ -55,7 +63,7 @@ def read_problems(source: ProblemSource) -> Iterator[tuple[str, Problem | Droppe
 
 async def prepare(
     sources: Sequence[ProblemSource],
-    steps: Sequence[Filter[Problem]],
+    steps: Sequence[DataFilter[Problem]],
     out: Path,
     *,
     verifier: Verifier | None = None,
@@ -81,7 +89,7 @@ async def prepare(
 class _Cleaning:
     """The steps with their counts; one for all sources, as duplicates are sought across them."""
 
-    steps: Sequence[Filter[Problem]]
+    steps: Sequence[DataFilter[Problem]]
     card: Card
     bin: Bin
     verifier: Verifier | None
@@ -113,7 +121,7 @@ class _Cleaning:
                 yield where, found
 
     def _passes(
-        self, where: str, problem: Problem, stages: Sequence[tuple[Filter[Problem], StepCount]]
+        self, where: str, problem: Problem, stages: Sequence[tuple[DataFilter[Problem], StepCount]]
     ) -> bool:
         for step, count in stages:
             count.entered += 1

@@ -22,8 +22,8 @@ from rstar2.problems.card import (
     DROPPED,
     Bin,
     Card,
+    DataFilter,
     Dropped,
-    Filter,
     Lengths,
     StepCount,
     output_directory,
@@ -100,7 +100,7 @@ class _Store:
 
 def prepare_sft(
     sources: Sequence[SftSource],
-    checks: Sequence[Filter[ParsedConversation]],
+    checks: Sequence[DataFilter[ParsedConversation]],
     out: Path,
     *,
     mixture: Mixture,
@@ -218,7 +218,7 @@ def summarise(lengths: np.ndarray, trained: np.ndarray, unit: str) -> Lengths:
 class _Conversion:
     """The steps with their counts; one for all sources, as duplicates are sought across them."""
 
-    checks: Sequence[Filter[ParsedConversation]]
+    checks: Sequence[DataFilter[ParsedConversation]]
     card: Card
     bin: Bin
     measure: Measure

@@ -17,7 +17,8 @@ Invariants
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,7 +34,7 @@ from rstar2.problems.prepare import PROBLEMS
 from rstar2.record.files import JsonLines, RunLock
 from rstar2.record.read import read_lines
 from rstar2.seeds import derive_seed
-from rstar2.types import Failure, Problem, encode
+from rstar2.types import Failure, Group, Problem, encode
 
 ANSWERS, SETTINGS = "answers.jsonl", "settings.json"
 OUTAGE = 16
@@ -332,3 +333,38 @@ def _digest(path: Path) -> tuple[str, int]:
         found.update(encode((problem.id, problem.prompt, problem.answer, problem.grader)))
         rows += 1
     return found.hexdigest()[:16], rows
+
+
+# --------------------------------------------------------------------------- during training
+
+
+@dataclass(frozen=True, slots=True)
+class Difficulty:
+    """How often each problem was solved, and which stay."""
+
+    solved: tuple[tuple[int, int], ...]
+    """(correct, graded) per problem, in order."""
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Indices of the problems that stay."""
+        return tuple(i for i, (c, n) in enumerate(self.solved) if c < n or n == 0)
+
+    def metrics(self) -> dict[str, float]:
+        """What the filter did, for the record."""
+        histogram = Counter(c for c, n in self.solved if n)
+        never = sum(c == 0 for c, n in self.solved if n)
+        return {
+            "problems/seen": float(len(self.solved)),
+            "problems/kept": float(len(self.kept)),
+            "problems/always_solved": float(len(self.solved) - len(self.kept)),
+            "problems/never_solved": float(never),
+            **{f"problems/solved_{c}": float(n) for c, n in sorted(histogram.items())},
+        }
+
+
+def difficulty(groups: Iterable[Group]) -> Difficulty:
+    """Count the correct answers of every problem."""
+    return Difficulty(
+        tuple((sum(r > 0.5 for r in group.rewards), len(group.rewards)) for group in groups)
+    )

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rstar2.cli.data_sources import bar, show_card
+from rstar2.cli.data_shared import bar, show_card
 from rstar2.errors import UserError
 
 if TYPE_CHECKING:
     from rstar2.agent.loop import RolloutSpec
-    from rstar2.evaluate.sweep import Answerer
-    from rstar2.problems.answers import Ask, Rule, SampledAnswer
+    from rstar2.evaluate.answerers import Answerer
     from rstar2.problems.card import Card
+    from rstar2.problems.model_filters import Ask, Rule, SampledAnswer
     from rstar2.types import Problem
 
 Problems = Annotated[Path, typer.Argument(help="problems.jsonl, or the directory that holds it")]
@@ -103,7 +103,7 @@ def agree(
     \b
     rstar2 data agree problems --only openmathreasoning --url http://host:8000/v1 --out agreed
     """
-    from rstar2.problems.answers import Agreement
+    from rstar2.problems.model_filters import Agreement
 
     if matches > samples:
         raise UserError(f"--matches {matches} is more than --samples {samples}")
@@ -140,7 +140,7 @@ def difficulty(
     \b
     rstar2 data difficulty problems --model RUN --out hard
     """
-    from rstar2.problems.answers import NotAlwaysSolved
+    from rstar2.problems.model_filters import NotAlwaysSolved
 
     asked = AnswerOptions(
         model, url, served_model, api_key, tools, temperature, max_length, max_turns, concurrency
@@ -161,7 +161,7 @@ def _filter(
     all_samples: bool,
     drop_undecided: bool,
 ) -> Card:
-    from rstar2.problems.answers import Asking, Question
+    from rstar2.problems.model_filters import Asking, Question
 
     if (asked.model is None) == (asked.url is None):
         raise UserError("give either --model DIR or --url URL")
@@ -189,7 +189,7 @@ async def _opened(asked: AnswerOptions) -> AsyncIterator[Ask]:
     """Start what answers, and the code environment that runs tools and grades."""
     from rstar2.agent.loop import RolloutSpec
     from rstar2.config import SamplingConfig, TemplateConfig
-    from rstar2.evaluate.session import ChatEndpoint, load_template, open_endpoint, open_fleet
+    from rstar2.evaluate.answerers import ChatEndpoint, load_template, open_endpoint, open_fleet
 
     spec = RolloutSpec(
         SamplingConfig(temperature=asked.temperature), asked.max_length, asked.max_turns
@@ -225,8 +225,8 @@ def _recipe(asked: AnswerOptions, length: int) -> Any:
 
 
 def _asker(answerer: Answerer, spec: RolloutSpec) -> Ask:
-    from rstar2.evaluate.sweep import Task
-    from rstar2.problems.answers import SampledAnswer as Made
+    from rstar2.evaluate.answerers import Task
+    from rstar2.problems.model_filters import SampledAnswer as Made
 
     async def ask(problem: Problem, sample: int, seed: int) -> SampledAnswer:
         task = Task("data", problem, f"data/{problem.id}", sample, seed)
@@ -239,7 +239,7 @@ def _asker(answerer: Answerer, spec: RolloutSpec) -> Ask:
 def _identity(model: Path | None) -> str:
     """The weights that a path stands for; a run's newest export may change."""
     from rstar2.cli.chat import model_directory
-    from rstar2.evaluate.session import fingerprint
+    from rstar2.evaluate.answerers import fingerprint
 
     if model is None:
         return ""

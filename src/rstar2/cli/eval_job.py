@@ -20,9 +20,9 @@ from rstar2.errors import UserError
 from rstar2.types import encode
 
 if TYPE_CHECKING:
+    from rstar2.evaluate.answerers import Answerer
     from rstar2.evaluate.benchmarks import Benchmark
     from rstar2.evaluate.store import EvalDirectory, EvalSettings
-    from rstar2.evaluate.sweep import Answerer
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ class EvalJob:
 
     def settings(self, template: dict[str, Any]) -> EvalSettings:
         """What every answer depends on."""
-        from rstar2.evaluate.session import fingerprint
+        from rstar2.evaluate.answerers import fingerprint
         from rstar2.evaluate.store import EvalSettings
 
         agent = self.recipe.agent
@@ -114,28 +114,27 @@ class EvalJob:
 
     def execute(self, path: Path, concurrency: int | None) -> Path:
         """Answer what is missing, then write the results; returns the directory."""
-        from rstar2.evaluate.assess import assess
         from rstar2.evaluate.store import EvalDirectory
-        from rstar2.evaluate.sweep import missing
+        from rstar2.evaluate.sweep import missing_tasks, score_answers
 
         answerer, template = self.answerer()
         settings = self.settings(template)
         with EvalDirectory.open(path, settings, self.benchmarks) as directory:
-            tasks = list(missing(self.benchmarks, settings, directory))
+            tasks = list(missing_tasks(self.benchmarks, settings, directory))
             if tasks:
                 self.sweep(directory, tasks, answerer, concurrency)
             names = [benchmark.name for benchmark in self.benchmarks]
-            directory.finish(assess(path, names, settings.samples))
+            directory.finish(score_answers(path, names, settings.samples))
         return path
 
     def answerer(self) -> tuple[AbstractAsyncContextManager[Answerer], dict[str, Any]]:
         """What will answer (not opened yet), and the template it is asked with."""
-        from rstar2.evaluate import session
+        from rstar2.evaluate import answerers
 
         if self.directory is None:
             assert self.url is not None
-            endpoint = session.ChatEndpoint(self.url, self.served_model, self.api_key)
-            opened = session.open_endpoint(self.recipe, endpoint, self.recipe.template)
+            endpoint = answerers.ChatEndpoint(self.url, self.served_model, self.api_key)
+            opened = answerers.open_endpoint(self.recipe, endpoint, self.recipe.template)
             return opened, self.recipe.template.model_dump()
         from rstar2.pipeline.runtime import scheduling
 
@@ -148,8 +147,8 @@ class EvalJob:
                 ),
             }
         )
-        template = session.load_template(self.directory, None)
-        opened = session.open_fleet(recipe, scheduling(recipe), self.directory, template)
+        template = answerers.load_template(self.directory, None)
+        opened = answerers.open_fleet(recipe, scheduling(recipe), self.directory, template)
         return opened, template.config.model_dump()
 
     def sweep(
@@ -224,9 +223,9 @@ def rescored(path: Path, on: list[str]) -> Path:
     """Grade the answers of an evaluation again; `on` gives sets whose truths have changed."""
     from rstar2.codeenv.client.client import CodeEnvClient
     from rstar2.config import CodeEnvConfig
-    from rstar2.evaluate.assess import rescore
     from rstar2.evaluate.show import AnswerProgress
     from rstar2.evaluate.store import EvalDirectory, read_settings
+    from rstar2.evaluate.sweep import rescore
 
     settings = read_settings(path)
     changed = {b.name: b for b in load_sets(on, None)} if on else {}

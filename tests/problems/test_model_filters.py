@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rstar2.errors import DataError, EngineError, UserError
-from rstar2.problems.answers import (
+from rstar2.problems.model_filters import (
     OUTAGE,
     Agreement,
     Asking,
