@@ -270,6 +270,6 @@ def test_an_evaluation_of_nothing_is_not_recorded(tmp_path: Path) -> None:
 
 
 def test_stage_order_follows_the_recipe() -> None:
-    order = stage_order(recipe())
+    order = stage_order(stage.name for stage in recipe().rl.stages)
     assert order.index("sft") < order.index("eval-sft-greedy") < order.index("stage1")
     assert order.index("eval-stage1-sampled") < order.index("filter-stage2") < order.index("stage2")

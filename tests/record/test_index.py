@@ -9,7 +9,7 @@ import pytest
 
 from rstar2.config import Recipe, RlConfig, StageConfig
 from rstar2.record import RunDirectory
-from rstar2.record.index import GroupEntry, entry_of_line, usable
+from rstar2.record.index import GroupEntry, index_entry
 from rstar2.record.read import read_lines
 from rstar2.types import (
     Choice,
@@ -63,14 +63,13 @@ def write(run: RunDirectory, step: int) -> None:
 def from_lines(path: Path) -> list[GroupEntry]:
     entries, at = [], 0
     for line in (path / "trajectories" / "stage1.jsonl").read_bytes().splitlines(keepends=True):
-        entries.append(entry_of_line(line, at))
+        entries.append(index_entry(line, at))
         at += len(line)
     return entries
 
 
 def from_index(path: Path) -> list[GroupEntry]:
-    size = (path / "trajectories" / "stage1.jsonl").stat().st_size
-    return usable(read_lines(path / "index" / "stage1.jsonl", GroupEntry), size)
+    return list(read_lines(path / "index" / "stage1.jsonl", GroupEntry))
 
 
 def test_written_and_derived_entries_are_equal(tmp_path: Path) -> None:
@@ -101,21 +100,6 @@ def test_rewinding_keeps_index_and_lines_together(tmp_path: Path) -> None:
     assert [e.step for e in entries] == [1, 1, 2, 2]
     steps = [line["step"] for line in read_lines(tmp_path / "run/tokens/stage1.jsonl", dict)]
     assert steps == [1, 2]
-
-
-def test_entries_of_lines_that_were_never_written_give_way(tmp_path: Path) -> None:
-    """Killed after the index was flushed and before the groups were; then resumed."""
-    path = tmp_path / "run"
-    with RunDirectory.create_or_resume(path, RECIPE) as run:
-        write(run, 1)
-    lines = path / "trajectories" / "stage1.jsonl"
-    whole = lines.read_bytes()
-    lines.write_bytes(whole[: whole.index(b"\n") + 1 + 40])  # a torn second line
-    assert [e.group for e in from_index(path)] == ["stage1/1/0"]
-    with RunDirectory.create_or_resume(path, RECIPE) as run:
-        run.trajectories("stage1", 1, group("stage1/1/9", 1))
-    assert from_index(path) == from_lines(path)
-    assert [e.group for e in from_index(path)] == ["stage1/1/0", "stage1/1/9"]
 
 
 def test_token_values_are_left_out_where_the_recipe_says_so(tmp_path: Path) -> None:

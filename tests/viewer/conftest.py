@@ -13,7 +13,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from rstar2.viewer.run import Run, open_runs
+from rstar2.viewer.run import ViewedRun, open_runs
 from tests.viewer.nasty import write_hostile, write_plain
 from tests.viewer.served import serving
 
@@ -47,10 +47,10 @@ def runs(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 @pytest.fixture(scope="session")
-def read_run() -> Callable[[Path], Run]:
+def read_run() -> Callable[[Path], ViewedRun]:
     """Opens a run directory and takes all of it in."""
 
-    def read(path: Path) -> Run:
+    def read(path: Path) -> ViewedRun:
         (run,) = open_runs([path]).values()
         while run.refresh():
             pass

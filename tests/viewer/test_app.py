@@ -12,36 +12,36 @@ import pytest
 from rstar2.cli import main
 from rstar2.cli.view import run_directories
 from rstar2.errors import UserError
-from rstar2.viewer.app import POLICY, App
-from rstar2.viewer.run import Run, open_runs
+from rstar2.viewer.run import ViewedRun, open_runs
+from rstar2.viewer.server import POLICY, viewer_app
 from tests.viewer.nasty import write_plain
 
 
 @pytest.fixture
-def run(tmp_path: Path, read_run: Callable[[Path], Run]) -> Run:
+def run(tmp_path: Path, read_run: Callable[[Path], ViewedRun]) -> ViewedRun:
     return read_run(write_plain(tmp_path / "plain", steps=2))
 
 
 async def ask(
-    run: Run, path: str, method: str = "GET", host: str = "127.0.0.1:1"
+    run: ViewedRun, path: str, method: str = "GET", host: str = "127.0.0.1:1"
 ) -> httpx.Response:
-    transport = httpx.ASGITransport(app=App({run.name: run}))  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app=viewer_app({run.name: run}))
     async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}") as client:
         return await client.request(method, path)
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
-async def test_it_only_reads(run: Run, method: str) -> None:
+async def test_it_only_reads(run: ViewedRun, method: str) -> None:
     assert (await ask(run, "/api/runs", method)).status_code == 405
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "localhost.evil:1"])
-async def test_other_names_for_this_machine_are_refused(run: Run, host: str) -> None:
+async def test_other_names_for_this_machine_are_refused(run: ViewedRun, host: str) -> None:
     assert (await ask(run, "/api/runs", host=host)).status_code == 403
 
 
 @pytest.mark.parametrize("host", ["localhost:8765", "127.0.0.1", "[::1]:8765"])
-async def test_loopback_names_are_answered(run: Run, host: str) -> None:
+async def test_loopback_names_are_answered(run: ViewedRun, host: str) -> None:
     answer = await ask(run, "/api/runs", host=host)
     assert answer.status_code == 200
     assert answer.headers["content-security-policy"] == POLICY
@@ -63,7 +63,7 @@ async def test_loopback_names_are_answered(run: Run, host: str) -> None:
         ("/static/%2e%2e/app.py", 404, ""),
     ],
 )
-async def test_errors_are_named(run: Run, path: str, status: int, words: str) -> None:
+async def test_errors_are_named(run: ViewedRun, path: str, status: int, words: str) -> None:
     answer = await ask(run, path)
     if path.startswith("/static/.."):  # the client itself resolves it to /app.py: the page
         assert "rstar2.viewer" not in answer.text
@@ -72,7 +72,7 @@ async def test_errors_are_named(run: Run, path: str, status: int, words: str) ->
     assert words in answer.json()["error"]
 
 
-async def test_the_page_loads_nothing_from_elsewhere(run: Run) -> None:
+async def test_the_page_loads_nothing_from_elsewhere(run: ViewedRun) -> None:
     names = ["/", "/run/plain", "/static/app.js", "/static/style.css"]
     text = "".join([(await ask(run, name)).text for name in names])
     assert "https://" not in text
@@ -87,26 +87,26 @@ def test_no_script_writes_markup() -> None:
             assert way not in text, f"{file.name} uses {way}"
 
 
-async def test_a_step_lists_groups_and_says_why_one_was_not_used(run: Run) -> None:
+async def test_a_step_lists_groups_and_says_why_one_was_not_used(run: ViewedRun) -> None:
     step = (await ask(run, "/api/step/plain?stage=stage1&step=1")).json()
     assert [g["used"] for g in step["groups"]] == [True, False]
-    assert step["groups"][1]["why"] == "what resampling kept had equal rewards"
+    assert step["groups"][1]["why"] == "the rollouts kept by resampling had equal rewards"
     assert step["following"] == 2
     assert step["previous"] is None
 
 
-async def test_tokens_are_columns_of_equal_length(run: Run) -> None:
-    found = (await ask(run, "/api/tokens/plain?id=stage1/1/0/0")).json()
-    sampled = found["source"].count("s")
-    assert len(found["pieces"]) == len(found["ids"]) == len(found["source"]) == 9
+async def test_tokens_are_columns_of_equal_length(run: ViewedRun) -> None:
+    columns = (await ask(run, "/api/tokens/plain?id=stage1/1/0/0")).json()
+    sampled = columns["source"].count("s")
+    assert len(columns["pieces"]) == len(columns["ids"]) == len(columns["source"]) == 9
     for name in ("logprob", "entropy", "kind", "version", "turn"):
-        assert len(found[name]) == sampled == 5
-    assert found["version"] == [1, 1, 1, 2, 2]
-    assert found["top"] == [1]
-    assert found["old"] is None
+        assert len(columns[name]) == sampled == 5
+    assert columns["version"] == [1, 1, 1, 2, 2]
+    assert columns["top"] == [1]
+    assert columns["old"] is None
 
 
-async def test_spans_of_the_timeline_add_up(run: Run) -> None:
+async def test_spans_of_the_timeline_add_up(run: ViewedRun) -> None:
     drawn = (await ask(run, "/api/timeline/plain?stage=stage1&step=1")).json()
     first = [s for s in drawn["spans"] if s[1] == 0]
     assert [(drawn["states"][s[2]], s[3], s[4]) for s in first] == [
@@ -116,7 +116,7 @@ async def test_spans_of_the_timeline_add_up(run: Run) -> None:
     ]
 
 
-async def test_the_timeline_can_be_had_as_files(run: Run) -> None:
+async def test_the_timeline_can_be_had_as_files(run: ViewedRun) -> None:
     trace = await ask(run, "/api/trace/plain?stage=stage1&step=1")
     assert 'filename="plain-stage1-1.trace.json"' in trace.headers["content-disposition"]
     events = [e for e in trace.json()["traceEvents"] if e["ph"] == "X"]
@@ -152,7 +152,7 @@ def test_a_file_that_is_no_run_is_one_message(
     assert "not a run directory" in capsys.readouterr().err
 
 
-def test_json_has_no_nan(run: Run) -> None:
+def test_json_has_no_nan(run: ViewedRun) -> None:
     from rstar2.viewer import overview
 
     run.metrics.values.append({"stage": "stage1", "step": 3, "time": 0.0, "loss": float("nan")})

@@ -12,19 +12,19 @@ from rstar2.record import read_groups
 from rstar2.types import Trajectory
 from rstar2.viewer import query
 from rstar2.viewer.query import Filter, rollouts
-from rstar2.viewer.run import Run
+from rstar2.viewer.run import ViewedRun
 from tests.viewer.nasty import write_plain
 
 
 @pytest.fixture(scope="module")
-def real(runs: dict[str, Path], read_run: Callable[[Path], Run]) -> Run:
+def real(runs: dict[str, Path], read_run: Callable[[Path], ViewedRun]) -> ViewedRun:
     return read_run(runs["real"])
 
 
-def everything(run: Run) -> dict[str, Trajectory]:
+def everything(run: ViewedRun) -> dict[str, Trajectory]:
     return {
         t.id: t
-        for stage in run.catalogs
+        for stage in (reader.stage for reader in run.catalog.readers.values())
         for line in read_groups(run.path, stage)
         for t in line.group.trajectories
     }
@@ -35,7 +35,7 @@ def said(trajectory: Trajectory) -> str:
     return "\n".join([trajectory.text, *codes]).casefold()
 
 
-def found(run: Run, **asked: str) -> list[str]:
+def matching(run: ViewedRun, **asked: str) -> list[str]:
     """All matches, page by page."""
     ids: list[str] = []
     start: int | None = 0
@@ -65,13 +65,13 @@ def found(run: Run, **asked: str) -> list[str]:
     ],
 )  # fmt: skip
 def test_a_filter_finds_exactly_what_a_loop_finds(
-    real: Run, asked: dict[str, str], wanted: Callable[[Trajectory], bool]
+    real: ViewedRun, asked: dict[str, str], wanted: Callable[[Trajectory], bool]
 ) -> None:
     expected = {name for name, trajectory in everything(real).items() if wanted(trajectory)}
-    assert set(found(real, **asked)) == expected
+    assert set(matching(real, **asked)) == expected
 
 
-def test_kept_is_what_resampling_said(real: Run) -> None:
+def test_kept_is_what_resampling_said(real: ViewedRun) -> None:
     kept = {
         choice.trajectory_id
         for stage in real.stage_names
@@ -80,11 +80,11 @@ def test_kept_is_what_resampling_said(real: Run) -> None:
         for choice in line.selection.choices
         if choice.kept
     }
-    assert set(found(real, kept="yes")) == kept
+    assert set(matching(real, kept="yes")) == kept
 
 
 @pytest.mark.parametrize("sort", ["longest", "entropy", "failed", "turns", "slowest"])
-def test_orders_are_orders(real: Run, sort: str) -> None:
+def test_orders_are_orders(real: ViewedRun, sort: str) -> None:
     column = {
         "longest": "tokens",
         "entropy": "entropy",
@@ -97,15 +97,15 @@ def test_orders_are_orders(real: Run, sort: str) -> None:
     assert values == sorted(values, reverse=True)
 
 
-def test_newest_begins_at_the_end_of_the_run_and_oldest_at_its_beginning(real: Run) -> None:
-    newest, oldest = found(real, sort="newest"), found(real, sort="oldest")
+def test_newest_begins_at_the_end_of_the_run_and_oldest_at_its_beginning(real: ViewedRun) -> None:
+    newest, oldest = matching(real, sort="newest"), matching(real, sort="oldest")
     assert newest[0].startswith("eval-hard-sampled/")
     assert oldest[0] == "eval-sft-greedy/24/0/0"
     assert sorted(newest) == sorted(oldest)
 
 
 def test_a_search_that_runs_out_of_time_says_where_to_go_on(
-    tmp_path: Path, read_run: Callable[[Path], Run], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, read_run: Callable[[Path], ViewedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = read_run(write_plain(tmp_path / "run", steps=3))
     monkeypatch.setattr(query, "SEARCH_S", 0.0)

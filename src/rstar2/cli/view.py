@@ -24,7 +24,7 @@ def view(
     Serves on this machine only and never writes into a run. Stop with Ctrl-C.
     """
     from rstar2.viewer.run import open_runs
-    from rstar2.viewer.serve import serve
+    from rstar2.viewer.server import serve
 
     found = [directory for path in runs for directory in run_directories(path)]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from rstar2.entropy.classes import Token, tokens_of
 from rstar2.errors import UserError
 from rstar2.record import evaluation_stage, read_evaluations, read_groups, read_recipe
-from rstar2.record.files import Head
+from rstar2.record.files import StepHead
 from rstar2.record.read import read_lines
 from rstar2.types import Trajectory
 
@@ -61,7 +61,7 @@ def course(run: Path, count: int, points: int, seed: int = 0) -> Iterator[tuple[
     """(stage, step, sample) over RL: about `points` steps of each stage, evenly."""
     for stage in stages_of(run)[1:]:
         file = run / "trajectories" / f"{stage}.jsonl"
-        steps = sorted({head.step for head in read_lines(file, Head)})
+        steps = sorted({head.step for head in read_lines(file, StepHead)})
         wanted = {
             steps[round(i * (len(steps) - 1) / max(1, points - 1))]
             for i in range(points if steps else 0)

@@ -1,4 +1,4 @@
-"""The run directory: everything a run leaves behind, append-only, in plain files.
+"""The run directory: all files that a run writes, append-only, in plain formats.
 
     runs/tiny-seed0/
       recipe.yaml            the resolved recipe (no secrets)
@@ -7,18 +7,18 @@
       evaluations.jsonl      one types.Evaluation per (stage, mode)
       trajectories/          <stage>.jsonl, one line per group: the Group, exact to the token,
                              and its Selection (why each rollout was kept or not)
-      index/                 <stage>.jsonl, one small line per group: where it is, what it came to
-      tokens/                <stage>.jsonl, one line per step: logprobs of the learner for each
-                             token it was trained on, before and during the update
+      index/                 <stage>.jsonl, one short line per group: its offset and figures
+      tokens/                <stage>.jsonl, one line per step: the learner's logprob of each
+                             trained token, before and during the update
       events.jsonl           started, resumed, checkpoint, stopped, finished, ...
-      log.txt                warnings of the processes that worked on it
+      log.txt                warnings of the run's processes
       .lock                  held by the process that writes here
 
-Stages, in the order a run passes them, are `sft`, `eval-sft-greedy`, `eval-sft-sampled`, then for
+The stages of a run, in order, are `sft`, `eval-sft-greedy`, `eval-sft-sampled`, then for
 each RL stage `filter-<stage>` (difficulty filter), `<stage>`, `eval-<stage>-greedy`,
 `eval-<stage>-sampled`. Steps count from 1; an evaluation carries the last step of its stage.
 
-Metrics that the live view and the report know by name (others are recorded and plotted alike):
+Metrics that the live view and the report know by name (all others are recorded and plotted too):
   sft    loss, lr, time/step
   rl     reward, accuracy/<kind>, failing_calls_in_correct, tool_errors, response_length,
          truncated, no_answer, entropy, loss, lr, groups/used, groups/dropped, groups/refilled,
@@ -28,11 +28,11 @@ Metrics that the live view and the report know by name (others are recorded and 
          (shares are 0..1, lengths in tokens, times in seconds)
 
 Invariants
-- A line is whole or it is not there: a torn tail is cut off when the directory is opened.
-- (stage, step) appears once in metrics.jsonl: writing it twice is an InvariantError, and `rewind`
-  drops what a resumed run is going to do again.
-- One writer: a second run in the same directory is refused while the first one lives.
-- The recipe of a directory never changes, but for settings that say where and not what.
+- A line is complete or absent: opening the directory cuts off an incomplete last line.
+- Each (stage, step) appears once in metrics.jsonl: writing it twice is an InvariantError, and
+  `rewind` removes the steps that a resumed run will repeat.
+- One writer: a second run in the same directory is refused while the first one is alive.
+- The recipe of a directory never changes, except for settings that do not change results.
 """
 
 from rstar2.record.directory import (

@@ -1,11 +1,11 @@
-"""The one writer of a run directory (layout and invariants: rstar2.record)."""
+"""The writer of a run directory (layout and invariants: rstar2.record)."""
 
 from __future__ import annotations
 
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -17,8 +17,8 @@ from rstar2 import environment
 from rstar2.config import Recipe
 from rstar2.errors import InfrastructureError, InvariantError, RecipeError, UserError
 from rstar2.files import write_file
-from rstar2.record.files import Head, JsonLines, RunLock
-from rstar2.record.index import entry_of
+from rstar2.record.files import JsonLines, RunLock, StepHead
+from rstar2.record.index import index_entry
 from rstar2.record.read import (
     GroupLine,
     is_finished,
@@ -37,7 +37,7 @@ _MAY_CHANGE = (
     *(f"codeenv.{key}" for key in ("urls", "host", "port", "slots", "queue", "batch", "linger_s")),
     *("engine.urls", "engine.hang_s", "learner.threads", "record.", "cluster"),
 )
-"""Settings a resumed run may change: they say where it runs and what it keeps."""
+"""Settings that may differ when a run is resumed: where it runs and what it records."""
 _SECRETS = frozenset({"codeenv.token"})
 
 
@@ -51,24 +51,24 @@ def filter_stage(stage: str) -> str:
     return f"filter-{stage}"
 
 
-def stage_order(recipe: Recipe) -> tuple[str, ...]:
-    """All stage names of a run, in the order in which it passes them."""
+def stage_order(rl_stages: Iterable[str]) -> tuple[str, ...]:
+    """The stage names of a run with these RL stages, in the order in which they are run."""
     names: list[str] = []
-    trained = ["sft", *(stage.name for stage in recipe.rl.stages)]
-    for name in trained:
+    for name in ("sft", *rl_stages):
         names += [filter_stage(name), name, *(evaluation_stage(name, mode) for mode in MODES)]
     return tuple(names)
 
 
 class RunDirectory:
-    """The one writer of a run directory. Use as a context manager, or call `close`."""
+    """The only writer of a run directory. Use as a context manager, or call `close`."""
 
     def __init__(self, path: Path, recipe: Recipe, lock: RunLock, *, resumed: bool) -> None:
         self.path = path
         self.recipe = recipe
         self.lock = lock
         self.resumed = resumed
-        self._order = {name: index for index, name in enumerate(stage_order(recipe))}
+        stages = stage_order(stage.name for stage in recipe.rl.stages)
+        self._order = {name: index for index, name in enumerate(stages)}
         self._metrics = JsonLines(path / "metrics.jsonl")
         self._evaluations = JsonLines(path / "evaluations.jsonl")
         self._events = JsonLines(path / "events.jsonl")
@@ -83,10 +83,10 @@ class RunDirectory:
     def create_or_resume(
         cls, path: Path | str, recipe: Recipe, *, fresh: bool = False
     ) -> RunDirectory:
-        """Open `path` for one run of `recipe`: new, or going on where an earlier one stopped.
+        """Open `path` for a run of `recipe`: a new run, or one that resumes an earlier one.
 
-        `fresh` removes what an earlier run left in the directory. Raises UserError if the
-        directory is in use, is not a run directory, or was made by another recipe.
+        `fresh` first removes the files of an earlier run. Raises UserError if the directory is in
+        use, is not a run directory, or belongs to a run of another recipe.
         """
         path = Path(path).resolve()
         _refuse_foreign(path)
@@ -121,14 +121,14 @@ class RunDirectory:
     # ----------------------------------------------------------------- writing
 
     def metrics(self, stage: str, step: int, values: Mapping[str, Any]) -> None:
-        """Record a completed step and flush everything written so far."""
+        """Record the metrics of a completed step and flush all files."""
         self._check_stage(stage)
         if reserved := {"stage", "step", "time"} & values.keys():
             raise InvariantError(f"metrics may not be named {sorted(reserved)}")
         if step <= self._last.get(stage, 0):
             raise InvariantError(
                 f"step {step} of {stage} is already recorded (last: {self._last[stage]}); "
-                "a resumed run must rewind first"
+                "call rewind before running it again"
             )
         self._last[stage] = step
         self._metrics.append({"stage": stage, "step": step, "time": time.time(), **values})
@@ -138,9 +138,9 @@ class RunDirectory:
     def trajectories(
         self, stage: str, step: int, group: Group, selection: Selection | None = None
     ) -> None:
-        """Record a group, with why each rollout was kept; no selection: the group was not used.
+        """Record a group and its selection. A group without one was not used for training.
 
-        Evaluations and difficulty filters have no selection and keep all their rollouts.
+        Evaluations and difficulty filters have no selection; all of their rollouts are recorded.
         """
         self._check_stage(stage)
         keep = self.recipe.record.trajectories
@@ -153,12 +153,11 @@ class RunDirectory:
                 group, trajectories=tuple(group.trajectories[i] for i in selection.kept)
             )
         line = GroupLine(stage, step, time.time(), group, selection)
-        at, size = self._file_of(self._groups, "trajectories", stage).append(line)
-        index = self._file_of(self._index, "index", stage)
-        index.append(entry_of(stage, step, at, size, group, selection))
+        at, encoded = self._file_of(self._groups, "trajectories", stage).append(line)
+        self._file_of(self._index, "index", stage).append(index_entry(encoded, at))
 
     def tokens(self, stage: str, step: int, values: Sequence[TokenValues]) -> None:
-        """Record what the learner made of each token of a step's batch (`record.tokens`)."""
+        """Record the learner's logprobs of each token of a step's batch (if `record.tokens`)."""
         self._check_stage(stage)
         if values and self.recipe.record.tokens and self.recipe.record.trajectories != "none":
             line = {"stage": stage, "step": step, "values": values}
@@ -181,22 +180,22 @@ class RunDirectory:
         self._trackers.evaluation(evaluation.stage, evaluation.step, evaluation.mode, figures)
 
     def event(self, name: str, **fields: Any) -> None:
-        """Record that something happened. Events are never rewound."""
+        """Record an event. `rewind` never removes events."""
         self._events.append({"time": time.time(), "event": name, **fields})
         self._events.flush()
 
     def flush(self) -> None:
-        """Hand everything written to the system: it survives kill -9 from here on."""
+        """Hand all data to the operating system: from here on it survives kill -9."""
         for file in self._files():
             file.flush()
 
     def sync(self) -> None:
-        """Force everything onto the disk: it survives a power cut from here on."""
+        """Force all data onto the disk: from here on it survives a power cut."""
         for file in self._files():
             file.sync()
 
     def close(self) -> None:
-        """Flush, close and let the directory go; idempotent."""
+        """Flush and close all files and release the lock; idempotent."""
         self._trackers.close()
         for file in self._files():
             file.close()
@@ -205,10 +204,10 @@ class RunDirectory:
     # ----------------------------------------------------------------- resuming
 
     def rewind(self, stage: str, step: int) -> int:
-        """Go back to the end of `step` of `stage`; returns how many lines were dropped.
+        """Go back to the end of `step` of `stage`; returns the number of lines removed.
 
-        Drops every line of later steps and later stages. Evaluations of a stage that is kept
-        whole survive if they were complete; half-done ones go.
+        Removes every line of later steps and later stages. Of the evaluations of an earlier
+        stage, complete ones stay and incomplete ones are removed.
         """
         self._check_stage(stage)
         here = self._order[stage]
@@ -233,7 +232,7 @@ class RunDirectory:
         return dropped
 
     def evaluated(self, stage: str, mode: str) -> Evaluation | None:
-        """The recorded evaluation of a stage, if it was completed."""
+        """The recorded evaluation of a stage; None if it was not completed."""
         for evaluation in read_evaluations(self.path):
             if (evaluation.stage, evaluation.mode) == (stage, mode):
                 return evaluation
@@ -241,7 +240,7 @@ class RunDirectory:
 
     @property
     def finished(self) -> bool:
-        """Whether a run in this directory came to its end."""
+        """Whether the run in this directory has finished."""
         return is_finished(self.path)
 
     # ----------------------------------------------------------------- parts
@@ -259,8 +258,8 @@ class RunDirectory:
 
     def _load_last_steps(self) -> None:
         self._last = {}
-        for line in read_lines(self.path / "metrics.jsonl", Head):
-            self._last[line.stage] = max(line.step, self._last.get(line.stage, 0))
+        for head in read_lines(self.path / "metrics.jsonl", StepHead):
+            self._last[head.stage] = max(head.step, self._last.get(head.stage, 0))
 
     def _check_stage(self, stage: str) -> None:
         if stage not in self._order:
@@ -273,7 +272,7 @@ def _per_stage(folder: Path) -> dict[str, JsonLines]:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML, secrets left out."""
+    """The resolved recipe as YAML, without secrets."""
     values = recipe.model_dump(mode="json")
     for secret in _SECRETS:
         section, key = secret.split(".")
@@ -299,7 +298,7 @@ def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Refuse to write among files that are not a run's."""
+    """Refuse to write into a directory with files that no run wrote."""
     if not path.exists():
         return
     if not path.is_dir():
@@ -316,8 +315,8 @@ def _refuse_foreign(path: Path) -> None:
 
 
 def _empty(path: Path) -> None:
-    """Remove what an earlier run left, the lock apart."""
-    (path / "recipe.yaml").unlink(missing_ok=True)  # first: half-removed is not a run
+    """Remove all files of an earlier run except the lock."""
+    (path / "recipe.yaml").unlink(missing_ok=True)  # first: without it, what is left is no run
     for child in path.iterdir():
         if child.is_dir() and not child.is_symlink():
             shutil.rmtree(child)
@@ -326,7 +325,7 @@ def _empty(path: Path) -> None:
 
 
 def _check_same_run(path: Path, recipe: Recipe) -> None:
-    """Refuse to go on with another recipe, naming what changed."""
+    """Refuse to resume a run with another recipe; the error lists the settings that differ."""
     schema = read_environment(path).get("schema")
     if schema != SCHEMA:
         raise UserError(f"{path} was written in format {schema}, this rstar2 writes {SCHEMA}")
@@ -344,6 +343,6 @@ def _check_same_run(path: Path, recipe: Recipe) -> None:
         raise RecipeError(
             f"{path} was started with another recipe:\n"
             + "\n".join(lines)
-            + "\nput the old values back to go on with it, or start anew with --fresh"
-            " (removes it) or in another directory with --run"
+            + "\nput the old values back to resume it, start again with --fresh (removes this run),"
+            " or choose another directory with --run"
         )

@@ -1,4 +1,4 @@
-"""The mechanics under a run directory: append-only files of JSON lines, and the lock."""
+"""The parts of a run directory: append-only files of JSON lines, and the lock."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rstar2.files import replacing_file
 from rstar2.types import encode
 
 
-class Head(msgspec.Struct, frozen=True):
-    """The part of a line that says which step it belongs to."""
+class StepHead(msgspec.Struct, frozen=True):
+    """The fields of a line that name the step it belongs to."""
 
     stage: str
     step: int
@@ -27,7 +27,7 @@ class Head(msgspec.Struct, frozen=True):
 
 
 class JsonLines:
-    """An append-only file of JSON lines, cut back to its last whole line when opened."""
+    """An append-only file of JSON lines. Opening it cuts off an incomplete last line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,12 +36,12 @@ class JsonLines:
         cut_torn_line(path)
         self._size = path.stat().st_size
 
-    def append(self, value: Any) -> tuple[int, int]:
-        """Add a line; returns where it begins and how long it is."""
+    def append(self, value: Any) -> tuple[int, bytes]:
+        """Add a line; returns its byte offset and the line."""
         line = encode(value) + b"\n"
         self._file.write(line)
         at, self._size = self._size, self._size + len(line)
-        return at, len(line)
+        return at, line
 
     def flush(self) -> None:
         self._file.flush()
@@ -53,12 +53,12 @@ class JsonLines:
     def close(self) -> None:
         self._file.close()
 
-    def drop(self, unwanted: Callable[[Head], bool]) -> int:
-        """Remove the lines whose head is unwanted; returns how many. The write is atomic."""
+    def drop(self, unwanted: Callable[[StepHead], bool]) -> int:
+        """Remove the unwanted lines atomically; returns their number."""
         self._file.close()
 
         def is_unwanted(line: bytes) -> bool:
-            return unwanted(msgspec.json.decode(line, type=Head))
+            return unwanted(msgspec.json.decode(line, type=StepHead))
 
         with self.path.open("rb") as old:
             dropped = sum(map(is_unwanted, old))
@@ -72,7 +72,7 @@ class JsonLines:
 
 
 def cut_torn_line(path: Path) -> int:
-    """Cut the file back to the end of its last whole line; returns the bytes cut off."""
+    """Cut off an incomplete last line; returns the number of bytes cut off."""
     with path.open("rb+") as file:
         size = end = file.seek(0, os.SEEK_END)
         while end:
@@ -92,7 +92,7 @@ _HELD: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
 class RunLock:
-    """An exclusive lock on a run directory, let go by the system when its process dies."""
+    """An exclusive lock on a run directory; the system releases it when its process dies."""
 
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -112,15 +112,15 @@ class RunLock:
         _HELD.add(self)
 
     def release(self) -> None:
-        """Let go; idempotent."""
+        """Release the lock; idempotent."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 def _release_in_child() -> None:
-    # A flock lives as long as any copy of its descriptor: a forked child would hold the lock
-    # beyond the death of the run, and a resumed run would be refused.
+    # A flock lasts as long as any copy of its descriptor: a forked child would still hold the lock
+    # after the run died, and a resumed run would be refused.
     for lock in list(_HELD):
         lock.release()
 

@@ -1,49 +1,44 @@
-"""The index of recorded groups: one small line per group, so that a reader of 100,000 rollouts need
-not parse their tokens.
+"""The index of recorded groups: one short line per group, so that a reader of 100,000 rollouts does
+not have to decode their tokens.
 
-`index/<stage>.jsonl` stands beside `trajectories/<stage>.jsonl` and says where each group's line
-is and what its rollouts came to. It is a convenience, never the truth: whoever reads it takes an
-entry only where it fits the file (`usable`), and makes the missing ones from the lines themselves
-(`entry_of_line`). So a run of before the index, or one killed between two writes, reads alike.
+`index/<stage>.jsonl` stands beside `trajectories/<stage>.jsonl`. It stores where the line of each
+group is and the figures of its rollouts. The recorded lines are the truth and the index is a cache:
+a reader checks an entry against the file, and makes missing entries from the lines
+(`index_entry`). So runs without an index, and runs killed between two writes, are readable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import msgspec
-
-from rstar2.types import Group, Selection
 
 PROMPT_CHARS = 160
 
 
-class TurnEntry(msgspec.Struct, array_like=True, frozen=True):
-    """When one turn did what, in seconds: `started_s` since its rollout began, then durations."""
+class TurnEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The times of one turn in seconds: `started_s` since the rollout began, then durations."""
 
     engine: str
     started_s: float
     queue_s: float
     generate_s: float
-    """From asking to the last token, the queue included."""
+    """From the request to the last token, the queue included."""
     tools_s: float
     preempted_s: float = 0.0
 
 
-class RolloutEntry(msgspec.Struct, array_like=True, frozen=True):
-    """What a list of rollouts shows and can be filtered by."""
+class RolloutEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The figures of a rollout that lists show and filter by."""
 
     name: str
-    """What follows the group's id and a slash in the trajectory's id."""
+    """The trajectory's id without the group's id and the slash."""
     reward: float | None
     stop: str
     kept: bool | None
-    """Whether resampling kept it; None where the group was not used to learn from."""
+    """Whether resampling kept it; None if the group was not used for training."""
     outcomes: tuple[str, ...]
-    """Of its tool calls, in order."""
+    """The outcome of each tool call, in order."""
     tokens: int
-    """Of the completion, tool responses included."""
+    """Length of the completion, tool responses included."""
     sampled: int
     entropy: float | None
     """Mean over sampled tokens, if the engine reported it."""
@@ -52,7 +47,7 @@ class RolloutEntry(msgspec.Struct, array_like=True, frozen=True):
     turns: tuple[TurnEntry, ...]
 
 
-class GroupEntry(msgspec.Struct, frozen=True):
+class GroupEntry(msgspec.Struct, frozen=True, gc=False):
     """One line of index/<stage>.jsonl."""
 
     stage: str
@@ -72,63 +67,28 @@ class GroupEntry(msgspec.Struct, frozen=True):
         return self.at + self.size
 
 
-def entry_of(
-    stage: str, step: int, at: int, size: int, group: Group, selection: Selection | None
-) -> GroupEntry:
-    """The entry of a group whose line has just been written."""
-    kept = {} if selection is None else {c.trajectory_id: c.kept for c in selection.choices}
-    rollouts = []
-    for trajectory in group.trajectories:
-        entropies = [e for turn in trajectory.turns for e in turn.entropies or ()]
-        rollouts.append(
-            RolloutEntry(
-                name=_name(trajectory.id, group.id),
-                reward=trajectory.reward.value if trajectory.reward else None,
-                stop=trajectory.stop.value,
-                kept=kept.get(trajectory.id),
-                outcomes=tuple(r.outcome.value for r in trajectory.results),
-                tokens=len(trajectory.completion_ids),
-                sampled=trajectory.sampled_tokens,
-                entropy=_mean(entropies),
-                started_at=trajectory.started_at,
-                wall_s=round(trajectory.wall_s, 4),
-                turns=tuple(map(_turn, trajectory.turns)),
-            )
-        )
-    problem = group.problem
-    return GroupEntry(
-        stage, step, at, size, group.id, problem.id, problem.kind, problem.prompt[:PROMPT_CHARS],
-        selection is not None, tuple(rollouts),
-    )  # fmt: skip
+# --------------------------------------------------------------------------- partial decoding
 
 
-def usable(entries: Iterable[GroupEntry], size: int) -> list[GroupEntry]:
-    """The entries that lie within a file of `size` bytes, in its order and without overlap.
+class PartialCall(msgspec.Struct, gc=False):
+    """The code of a recorded tool call."""
 
-    A run that was killed may have left entries of lines that were never written; those written
-    after it was resumed start at the same offsets and take their place.
-    """
-    found: list[GroupEntry] = []
-    for entry in entries:
-        while found and found[-1].end > entry.at:
-            found.pop()
-        found.append(entry)
-    while found and found[-1].end > size:
-        found.pop()
-    return found
+    code: str = ""
 
 
-# --------------------------------------------------------------------------- from the line itself
+class PartialResult(msgspec.Struct, gc=False):
+    """The outcome of a recorded tool result."""
 
-
-class _Result(msgspec.Struct):
     outcome: str
 
 
-class _Turn(msgspec.Struct):
+class PartialTurn(msgspec.Struct, gc=False):
+    """A recorded turn whose token ids stay encoded."""
+
     sampled_ids: msgspec.Raw
     response_ids: msgspec.Raw = msgspec.Raw(b"[]")
-    results: tuple[_Result, ...] = ()
+    calls: tuple[PartialCall, ...] = ()
+    results: tuple[PartialResult, ...] = ()
     entropies: tuple[float, ...] | None = None
     engine: str = ""
     started_s: float = 0.0
@@ -138,97 +98,108 @@ class _Turn(msgspec.Struct):
     preempted_s: float = 0.0
 
 
-class _Reward(msgspec.Struct):
+class PartialReward(msgspec.Struct, gc=False):
+    """The value of a recorded reward."""
+
     value: float
 
 
-class _Trajectory(msgspec.Struct):
+class PartialTrajectory(msgspec.Struct, gc=False):
+    """A recorded trajectory without its token ids and logprobs."""
+
     id: str
     stop: str
-    turns: tuple[_Turn, ...]
-    reward: _Reward | None = None
+    turns: tuple[PartialTurn, ...]
+    text: str = ""
+    reward: PartialReward | None = None
     started_at: float = 0.0
     wall_s: float = 0.0
 
 
-class _Problem(msgspec.Struct):
+class PartialProblem(msgspec.Struct, gc=False):
+    """The parts of a recorded problem that lists show."""
+
     id: str
     prompt: str
     kind: str = ""
 
 
-class _Group(msgspec.Struct):
+class PartialGroup(msgspec.Struct, gc=False):
+    """A recorded group without tokens."""
+
     id: str
-    problem: _Problem
-    trajectories: tuple[_Trajectory, ...]
+    problem: PartialProblem
+    trajectories: tuple[PartialTrajectory, ...]
 
 
-class _Choice(msgspec.Struct):
+class PartialChoice(msgspec.Struct, gc=False):
+    """Whether resampling kept one trajectory."""
+
     trajectory_id: str
     kept: bool
 
 
-class _Selection(msgspec.Struct):
-    choices: tuple[_Choice, ...]
+class PartialSelection(msgspec.Struct, gc=False):
+    """The choices of a recorded selection."""
+
+    choices: tuple[PartialChoice, ...]
 
 
-class _Line(msgspec.Struct):
+class PartialGroupLine(msgspec.Struct, gc=False):
+    """One line of trajectories/<stage>.jsonl, decoded without tokens and logprobs."""
+
     stage: str
     step: int
-    group: _Group
-    selection: _Selection | None = None
+    group: PartialGroup
+    selection: PartialSelection | None = None
 
 
-_LINE = msgspec.json.Decoder(_Line)
+_DECODER = msgspec.json.Decoder(PartialGroupLine)
 
 
-def entry_of_line(line: bytes, at: int) -> GroupEntry:
-    """The entry of a recorded line, without decoding its tokens."""
-    read = _LINE.decode(line)
-    group = read.group
-    kept = (
-        {} if read.selection is None else {c.trajectory_id: c.kept for c in read.selection.choices}
-    )
+def decode_without_tokens(line: bytes) -> PartialGroupLine:
+    """A recorded line without tokens and logprobs: several times faster than decoding it whole."""
+    return _DECODER.decode(line)
+
+
+def index_entry(line: bytes, at: int) -> GroupEntry:
+    """The index entry of a recorded line that begins at byte `at`."""
+    recorded = decode_without_tokens(line)
+    group, selection = recorded.group, recorded.selection
+    kept = {} if selection is None else {c.trajectory_id: c.kept for c in selection.choices}
     rollouts = []
     for trajectory in group.trajectories:
+        entropies = [e for turn in trajectory.turns for e in turn.entropies or ()]
         sampled = sum(_count(turn.sampled_ids) for turn in trajectory.turns)
         rollouts.append(
             RolloutEntry(
-                name=_name(trajectory.id, group.id),
+                name=trajectory.id.removeprefix(f"{group.id}/"),
                 reward=trajectory.reward.value if trajectory.reward else None,
                 stop=trajectory.stop,
                 kept=kept.get(trajectory.id),
                 outcomes=tuple(r.outcome for turn in trajectory.turns for r in turn.results),
                 tokens=sampled + sum(_count(turn.response_ids) for turn in trajectory.turns),
                 sampled=sampled,
-                entropy=_mean([e for turn in trajectory.turns for e in turn.entropies or ()]),
+                entropy=round(sum(entropies) / len(entropies), 5) if entropies else None,
                 started_at=trajectory.started_at,
                 wall_s=round(trajectory.wall_s, 4),
-                turns=tuple(map(_turn, trajectory.turns)),
+                turns=tuple(map(_turn_entry, trajectory.turns)),
             )
         )
     problem = group.problem
     return GroupEntry(
-        read.stage, read.step, at, len(line), group.id, problem.id, problem.kind,
-        problem.prompt[:PROMPT_CHARS], read.selection is not None, tuple(rollouts),
+        recorded.stage, recorded.step, at, len(line), group.id, problem.id, problem.kind,
+        problem.prompt[:PROMPT_CHARS], selection is not None, tuple(rollouts),
     )  # fmt: skip
 
 
 def _count(ids: msgspec.Raw) -> int:
-    """How many numbers an encoded list has."""
+    """The length of an encoded list of numbers."""
     text = bytes(ids)
     return 0 if text == b"[]" else text.count(b",") + 1
 
 
-def _name(trajectory: str, group: str) -> str:
-    return trajectory.removeprefix(f"{group}/")
-
-
-def _mean(values: list[float]) -> float | None:
-    return round(sum(values) / len(values), 5) if values else None
-
-
-def _turn(turn: Any) -> TurnEntry:
+def _turn_entry(turn: PartialTurn) -> TurnEntry:
     return TurnEntry(
         turn.engine,
         round(turn.started_s, 4),

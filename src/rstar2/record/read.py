@@ -1,10 +1,11 @@
-"""Reading a run directory, also while its run is writing: all that report and viewer use."""
+"""Reads a run directory, also while its run is writing: what reports and the viewer use."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import yaml
@@ -13,6 +14,9 @@ from rstar2.errors import UserError
 from rstar2.types import Evaluation, Group, Selection
 
 T = TypeVar("T")
+
+CHUNK = 1 << 21
+"""Bytes that a FileTail reads at a time."""
 
 
 class GroupLine(msgspec.Struct, frozen=True):
@@ -26,7 +30,7 @@ class GroupLine(msgspec.Struct, frozen=True):
 
 
 def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
-    """The whole lines of a JSONL file; a torn last line (a run is writing) is left out."""
+    """The complete lines of a JSONL file, decoded; an incomplete last line is left out."""
     if not path.exists():
         return
     decoder = msgspec.json.Decoder(kind)
@@ -47,11 +51,9 @@ def read_groups(run: Path, stage: str) -> Iterator[GroupLine]:
 
 
 def read_evaluations(run: Path) -> list[Evaluation]:
-    """The recorded evaluations, in order; of several with equal stage and mode the last."""
-    found: dict[tuple[str, str], Evaluation] = {}
-    for evaluation in read_lines(run / "evaluations.jsonl", Evaluation):
-        found[evaluation.stage, evaluation.mode] = evaluation
-    return list(found.values())
+    """The recorded evaluations in order, the last one for each stage and mode."""
+    evaluations = read_lines(run / "evaluations.jsonl", Evaluation)
+    return list({(e.stage, e.mode): e for e in evaluations}.values())
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:
@@ -60,18 +62,18 @@ def read_events(run: Path) -> list[dict[str, Any]]:
 
 
 def read_recipe(run: Path) -> dict[str, Any]:
-    """The resolved recipe as plain values (it may be of another version of rstar2)."""
+    """The resolved recipe as plain values; another version of rstar2 may have written it."""
     try:
         recipe = yaml.safe_load((run / "recipe.yaml").read_text())
     except (OSError, yaml.YAMLError) as error:
         raise UserError(f"{run} is not a run directory: {error}") from error
     if not isinstance(recipe, dict):
-        raise UserError(f"{run / 'recipe.yaml'} holds no recipe")
+        raise UserError(f"{run / 'recipe.yaml'} does not hold a recipe")
     return recipe
 
 
 def read_environment(run: Path) -> dict[str, Any]:
-    """What environment.json holds."""
+    """The contents of environment.json."""
     try:
         about = msgspec.json.decode((run / "environment.json").read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError) as error:
@@ -80,5 +82,101 @@ def read_environment(run: Path) -> dict[str, Any]:
 
 
 def is_finished(run: Path) -> bool:
-    """Whether a run in this directory came to its end."""
+    """Whether the run in this directory has finished."""
     return any(event.get("event") == "finished" for event in read_events(run))
+
+
+# --------------------------------------------------------------------------- following
+
+
+class TailLine(NamedTuple):
+    """One complete line and its byte offset."""
+
+    at: int
+    data: bytes
+
+
+class FileTail:
+    """Reads the complete lines that another process appends to a file.
+
+    When `restarted` returns true, the file was replaced or shortened (its run was rewound): the
+    caller discards what it has read, and reading starts again at the beginning.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.position = 0
+        self._inode = 0
+        self.size = 0
+
+    def restarted(self) -> bool:
+        """Look at the file; true if the part that was read is no longer there."""
+        try:
+            status = self.path.stat()
+        except FileNotFoundError:
+            removed, self.position, self._inode, self.size = self.position > 0, 0, 0, 0
+            return removed
+        replaced = self._inode not in (0, status.st_ino) or status.st_size < self.position
+        self._inode, self.size = status.st_ino, status.st_size
+        if replaced:
+            self.position = 0
+        return replaced
+
+    @property
+    def behind(self) -> int:
+        """Bytes not read yet, an incomplete last line included."""
+        return max(0, self.size - self.position)
+
+    def read(self, limit: int = CHUNK) -> list[TailLine]:
+        """The next complete lines, about `limit` bytes of them but at least one."""
+        if not self.behind:
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self.position)
+            data = file.read(limit)
+            end = data.rfind(b"\n")
+            while end < 0 and (more := file.read(limit)):
+                data += more
+                end = data.rfind(b"\n")
+        if end < 0:
+            return []
+        lines, at = [], self.position
+        for part in data[: end + 1].splitlines(keepends=True):
+            lines.append(TailLine(at, part))
+            at += len(part)
+        self.position = at
+        return lines
+
+
+class FollowedRecords:
+    """All values of a short JSONL file (metrics, events), kept up to date."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = FileTail(path)
+        self.values: list[dict[str, Any]] = []
+        self.unreadable = 0
+
+    def refresh(self) -> bool:
+        """Read new lines; true if anything changed."""
+        changed = self._tail.restarted()
+        if changed:
+            self.values, self.unreadable = [], 0
+        while lines := self._tail.read():
+            changed = True
+            for line in lines:
+                try:
+                    self.values.append(msgspec.json.decode(line.data, type=dict[str, Any]))
+                except msgspec.MsgspecError:
+                    self.unreadable += 1
+        return changed
+
+
+def read_at(path: Path, at: int, size: int) -> bytes:
+    """`size` bytes from offset `at`; fewer if the file has been shortened."""
+    with path.open("rb", buffering=0) as file:
+        file.seek(at, os.SEEK_SET)
+        parts = []
+        while size > 0 and (part := file.read(size)):
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)

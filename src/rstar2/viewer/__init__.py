@@ -1,13 +1,17 @@
-"""A local web page over run directories: read-only, loopback only, live while a run writes.
+"""A local web page over run directories: read-only, loopback only, live while a run is writing.
 
-    run directory ──> tails, index (catalog) ──> run ──> query, detail ──> app (ASGI) ──> static/
+    run directory ──> catalog (SQLite in memory) ──> run ──> query, overview, detail ──> server
 
 Invariants
-- Nothing is ever written into a run directory, and nothing but it is read (and a tokenizer that
-  its recipe names).
-- Memory grows with the number of rollouts, never with their tokens: lines are read by offset when
-  somebody looks at them.
-- Everything from a run is data: the server sends JSON, the page puts it into text nodes, and the
-  content security policy forbids the rest.
-- A line that is not whole yet does not exist; a line that cannot be read is counted and named.
+- The viewer never writes into a run directory, and reads no other files (except the tokenizer
+  that the recipe names).
+- Memory grows with the number of rollouts, not with their tokens: recorded lines are read by offset
+  when a page needs them.
+- All text of a run is data: the server sends JSON, the page puts it into text nodes, and the
+  content security policy forbids everything else.
+- An incomplete last line is ignored; a complete line that cannot be decoded is counted.
 """
+
+from pathlib import Path
+
+STATIC = Path(__file__).parent / "static"

@@ -1,78 +1,76 @@
-"""What the page shows below the curves: a step, a group, a rollout, its tokens. Plain data out.
+"""What the page shows below the curves, as JSON values: a step and its timeline, a group, a
+rollout, its tokens.
 
-Texts longer than LONGEST are cut here, with a count of what was left out: a page must open
-whatever a rollout printed.
+Texts longer than LONGEST characters are cut here and the number of removed characters is sent, so
+that a page opens whatever a rollout printed.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rstar2.entropy.classes import classify, failures_before, top_tokens
 from rstar2.grpo.roc import penalties
-from rstar2.report.segments import segments
+from rstar2.record import GroupLine
+from rstar2.record.index import GroupEntry
+from rstar2.report.segments import Segment, segments
+from rstar2.rollout.timeline import STATES, TimelineSpan, chrome_trace, svg
 from rstar2.types import Choice, Group, Selection, ToolResult, Trajectory, Turn
 from rstar2.viewer.catalog import Catalog, GroupRef
 from rstar2.viewer.overview import step_metrics
-from rstar2.viewer.query import cells
-from rstar2.viewer.run import NotRecordedError, Run
+from rstar2.viewer.run import NotRecordedError, ViewedRun
 
 LONGEST = 200_000
 GROUPS = 100
-"""Groups of one page of a step."""
+"""Groups on one page of a step."""
+SHORTEST_S = 1e-4
+"""Shorter states are left out of the timeline."""
 
 
 # --------------------------------------------------------------------------- step
 
 
-def step(run: Run, stage: str, number: int, start: int = 0) -> dict[str, Any]:
-    """The groups of one step, each with its rollouts as dots."""
-    catalog = run.catalogs.get(stage)
+def step(run: ViewedRun, stage: str, number: int, start: int = 0) -> dict[str, Any]:
+    """The groups of one step, each with its rollouts."""
     metrics = step_metrics(run, stage, number)
-    groups = catalog.of_step(number) if catalog else []
+    groups = run.catalog.groups_of_step(stage, number)
     if not groups and not metrics:
         raise NotRecordedError(f"{run.name} has no step {number} of {stage!r} on record")
-    recorded = catalog.steps() if catalog else []
-    earlier = [s for s in recorded if s < number]
-    later = [s for s in recorded if s > number]
+    recorded = run.catalog.steps(stage)
     return {
         "stage": stage,
         "step": number,
         "metrics": metrics,
         "total": len(groups),
         "start": start,
-        "groups": [
-            group_row(catalog, group) for group in groups[start : start + GROUPS] if catalog
-        ],
-        "previous": earlier[-1] if earlier else None,
-        "following": later[0] if later else None,
+        "groups": [group_row(run.catalog, group) for group in groups[start : start + GROUPS]],
+        "previous": max((s for s in recorded if s < number), default=None),
+        "following": min((s for s in recorded if s > number), default=None),
     }
 
 
 def group_row(catalog: Catalog, group: GroupRef) -> dict[str, Any]:
-    """One group as a step's list shows it."""
-    rows = catalog.members(group)
-    graded = [float(r) for r in rows["reward"] if not math.isnan(r)]
-    right = sum(r > 0.5 for r in graded)
+    """One group as the list of a step shows it."""
+    rollouts = catalog.rollouts_of(group)
+    graded = [r["reward"] for r in rollouts if r["reward"] is not None]
     return {
         "id": group.id,
         "problem": group.problem,
         "kind": group.kind,
         "prompt": group.prompt,
         "used": group.used,
-        "right": right,
+        "right": sum(reward > 0.5 for reward in graded),
         "graded": len(graded),
-        "why": why_unused(group.used, graded, catalog.stage),
-        "tokens": float(rows["tokens"].mean()) if len(rows) else 0.0,
-        "failed": int(rows["failed"].sum()),
-        "calls": int(rows["calls"].sum()),
+        "why": why_unused(group.used, graded, catalog.stage_of(group)),
+        "tokens": math.fsum(r["tokens"] for r in rollouts) / max(1, len(rollouts)),
+        "failed": sum(r["failed"] for r in rollouts),
+        "calls": sum(r["calls"] for r in rollouts),
         "rollouts": [
-            {"reward": c["reward"], "kept": c["kept"], "failed": c["failed"], "stop": c["stop"]}
-            for c in map(cells, rows)
+            {name: r[name] for name in ("reward", "kept", "failed", "stop")} for r in rollouts
         ],
     }
 
@@ -82,39 +80,120 @@ def why_unused(used: bool, rewards: Sequence[float], stage: str) -> str:
     if used or stage.startswith(("eval-", "filter-")):
         return ""
     if not rewards:
-        return "every rollout was lost to infrastructure"
+        return "every rollout was lost to infrastructure failures"
     if len(set(rewards)) == 1:
-        return "all right: nothing to learn" if rewards[0] > 0.5 else "all wrong: nothing to learn"
-    return "what resampling kept had equal rewards"
+        verdict = "correct" if rewards[0] > 0.5 else "wrong"
+        return f"all rollouts are {verdict}: no learning signal"
+    return "the rollouts kept by resampling had equal rewards"
+
+
+# --------------------------------------------------------------------------- timeline
+
+
+def timeline(run: ViewedRun, stage: str, step: int) -> dict[str, Any]:
+    """The states of a step's rollouts over time as columns, in milliseconds."""
+    entries = _entries_of_step(run, stage, step)
+    spans = _spans(entries)
+    states = tuple(STATES)
+    engines = sorted({span.engine for span in spans})
+    names = list(dict.fromkeys(span.trajectory for span in spans))
+    number_of = {name: number for number, name in enumerate(names)}
+    rewards = {f"{entry.group}/{r.name}": r.reward for entry in entries for r in entry.rollouts}
+    return {
+        "stage": stage,
+        "step": step,
+        "states": states,
+        "colours": list(STATES.values()),
+        "engines": engines,
+        "trajectories": names,
+        "rewards": [rewards.get(name) for name in names],
+        "end": round(1000 * max((s.end for s in spans), default=0.0)),
+        "spans": [
+            [
+                engines.index(s.engine),
+                number_of[s.trajectory],
+                states.index(s.state),
+                round(1000 * s.start, 1),
+                round(1000 * s.end, 1),
+            ]
+            for s in spans
+        ],
+    }
+
+
+def timeline_trace(run: ViewedRun, stage: str, step: int) -> bytes:
+    """The timeline of a step as a Chrome trace, which Perfetto opens."""
+    return chrome_trace(_spans(_entries_of_step(run, stage, step))).encode()
+
+
+def timeline_svg(run: ViewedRun, stage: str, step: int) -> bytes:
+    """The timeline of a step as the simulator draws it."""
+    title = f"{run.name}: {stage} step {step}"
+    return svg(_spans(_entries_of_step(run, stage, step)), title=title).encode()
+
+
+def _entries_of_step(run: ViewedRun, stage: str, step: int) -> list[GroupEntry]:
+    groups = run.catalog.groups_of_step(stage, step)
+    if not groups:
+        raise NotRecordedError(f"{run.name} has no rollouts of step {step} of {stage!r} on record")
+    return [run.catalog.entry(group) for group in groups]
+
+
+def _spans(entries: list[GroupEntry]) -> list[TimelineSpan]:
+    """The states of every rollout, in seconds since the first one of the step started."""
+    starts = [r.started_at for entry in entries for r in entry.rollouts if r.started_at]
+    origin = min(starts, default=0.0)
+    return [span for entry in entries for span in _spans_of_group(entry, origin)]
+
+
+def _spans_of_group(entry: GroupEntry, origin: float) -> Iterator[TimelineSpan]:
+    """A turn is recorded with the sum of its preemptions, drawn in one piece before its tokens."""
+    for rollout in entry.rollouts:
+        name = f"{entry.group}/{rollout.name}"
+        began = rollout.started_at - origin
+        for turn in rollout.turns:
+            requested = began + turn.started_s
+            admitted = requested + min(turn.queue_s, turn.generate_s)
+            sampled = requested + turn.generate_s
+            resumed = admitted + min(turn.preempted_s, sampled - admitted)
+            for state, start, end in (
+                ("queued", requested, admitted),
+                ("preempted", admitted, resumed),
+                ("generating", resumed, sampled),
+                ("tool", sampled, sampled + turn.tools_s),
+            ):
+                if end - start > SHORTEST_S:
+                    yield TimelineSpan(turn.engine, name, state, start, end)
 
 
 # --------------------------------------------------------------------------- group
 
 
-def group(run: Run, group_id: str) -> dict[str, Any]:
-    """A problem, its rollouts, and why resampling kept each or did not."""
-    catalog, place = run.find_group(group_id)
-    line = run.read_group(catalog, place)
-    found, selection = line.group, line.selection
-    rewards = [t.reward.value for t in found.trajectories if t.reward]
-    choices = _choices(found, selection)
-    by_id = {t.id: t for t in found.trajectories}
-    rows = dict(zip(by_id, catalog.members(place), strict=False))
-    neighbours = [g.id for g in catalog.of_step(place.step)]
+def group(run: ViewedRun, group_id: str) -> dict[str, Any]:
+    """A problem, its rollouts, and why resampling kept or dropped each."""
+    ref = run.find_group(group_id)
+    line = run.read_group(ref)
+    recorded, selection = line.group, line.selection
+    stage = run.catalog.stage_of(ref)
+    rewards = [t.reward.value for t in recorded.trajectories if t.reward]
+    choices = _choices(recorded, selection)
+    by_id = {t.id: t for t in recorded.trajectories}
+    rows = dict(zip(by_id, run.catalog.rollouts_of(ref), strict=False))
+    neighbours = [g.id for g in run.catalog.groups_of_step(stage, ref.step)]
     here = neighbours.index(group_id)
     return {
-        "id": found.id,
-        "stage": catalog.stage,
+        "id": recorded.id,
+        "stage": stage,
         "step": line.step,
-        "problem": _problem(found),
+        "problem": _problem(recorded),
         "used": selection is not None,
-        "why": why_unused(selection is not None, rewards, catalog.stage),
+        "why": why_unused(selection is not None, rewards, stage),
         "variant": selection.variant if selection else None,
         "quota": _quota(choices) if selection else None,
-        "lost": dict(found.dropped),
+        "lost": dict(recorded.dropped),
         "rollouts": [
             _choice_row(choice, by_id.get(choice.trajectory_id))
-            | (cells(rows[choice.trajectory_id]) if choice.trajectory_id in rows else {})
+            | rows.get(choice.trajectory_id, {})
             for choice in choices
         ],
         "previous": neighbours[here - 1] if here else None,
@@ -122,13 +201,13 @@ def group(run: Run, group_id: str) -> dict[str, Any]:
     }
 
 
-def _choices(found: Group, selection: Selection | None) -> Sequence[Choice]:
-    """The recorded choices; where a group was not used, only what they would be made from."""
+def _choices(recorded: Group, selection: Selection | None) -> Sequence[Choice]:
+    """The recorded choices; for an unused group, choices that only hold rewards and penalties."""
     if selection is not None:
         return selection.choices
     return [
         Choice(t.id, False, "", t.reward.value if t.reward else 0.0, *penalties(t), 0.0)
-        for t in found.trajectories
+        for t in recorded.trajectories
     ]
 
 
@@ -156,8 +235,8 @@ def _choice_row(choice: Choice, trajectory: Trajectory | None) -> dict[str, Any]
     }
 
 
-def _problem(found: Group) -> dict[str, Any]:
-    problem = found.problem
+def _problem(recorded: Group) -> dict[str, Any]:
+    problem = recorded.problem
     return {
         "id": problem.id,
         "prompt": _cut(problem.prompt),
@@ -171,31 +250,31 @@ def _problem(found: Group) -> dict[str, Any]:
 # --------------------------------------------------------------------------- rollout
 
 
-def find(run: Run, trajectory_id: str) -> tuple[Catalog, GroupRef, Group, Selection | None, int]:
-    """A rollout by its id: its stage, group, and place in it."""
-    group_id = trajectory_id.rpartition("/")[0]
-    catalog, place = run.find_group(group_id)
-    line = run.read_group(catalog, place)
+def _find_rollout(run: ViewedRun, trajectory_id: str) -> tuple[GroupRef, GroupLine, int]:
+    """A rollout by its id: its group, and its position in the group."""
+    ref = run.find_group(trajectory_id.rpartition("/")[0])
+    line = run.read_group(ref)
     for number, trajectory in enumerate(line.group.trajectories):
         if trajectory.id == trajectory_id:
-            return catalog, place, line.group, line.selection, number
+            return ref, line, number
     raise NotRecordedError(f"{run.name} has no rollout {trajectory_id!r} on record")
 
 
-def rollout(run: Run, trajectory_id: str) -> dict[str, Any]:
-    """One trajectory as a person reads it."""
-    catalog, place, found, selection, number = find(run, trajectory_id)
-    trajectory = found.trajectories[number]
+def rollout(run: ViewedRun, trajectory_id: str) -> dict[str, Any]:
+    """One trajectory as text, with its results and figures."""
+    ref, line, number = _find_rollout(run, trajectory_id)
+    group, selection = line.group, line.selection
+    trajectory = group.trajectories[number]
     choices = {c.trajectory_id: c for c in selection.choices} if selection else {}
-    ids = [t.id for t in found.trajectories]
+    ids = [t.id for t in group.trajectories]
     prompt = "".join(run.pieces(trajectory.prompt_ids)) if run.pieces.path else ""
     return {
-        **cells(catalog.members(place)[number]),
+        **run.catalog.rollouts_of(ref)[number],
         "id": trajectory.id,
-        "group": found.id,
-        "stage": catalog.stage,
-        "step": place.step,
-        "problem": _problem(found),
+        "group": group.id,
+        "stage": run.catalog.stage_of(ref),
+        "step": ref.step,
+        "problem": _problem(group),
         "prompt": _cut(prompt),
         "choice": asdict(choices[trajectory.id]) if trajectory.id in choices else None,
         "used": selection is not None,
@@ -214,7 +293,7 @@ def rollout(run: Run, trajectory_id: str) -> dict[str, Any]:
     }
 
 
-def _segment(segment: Any, trajectory: Trajectory) -> dict[str, Any]:
+def _segment(segment: Segment, trajectory: Trajectory) -> dict[str, Any]:
     shown = {
         "kind": segment.kind,
         "turn": segment.turn,
@@ -262,14 +341,14 @@ def _turn(turn: Turn) -> dict[str, Any]:
 # --------------------------------------------------------------------------- tokens
 
 
-def tokens(run: Run, trajectory_id: str) -> dict[str, Any]:
-    """Every token of a trajectory with what is known of it, as columns.
+def tokens(run: ViewedRun, trajectory_id: str) -> dict[str, Any]:
+    """Every token of a trajectory and its values, as columns.
 
-    `source`: p prompt, s sampled, t tool response. Columns of sampled tokens only hold one value
-    per `s`, in order.
+    `source`: p prompt, s sampled, t tool response. Columns that only sampled tokens have hold one
+    value per `s`, in order.
     """
-    catalog, place, found, _, number = find(run, trajectory_id)
-    trajectory = found.trajectories[number]
+    ref, line, number = _find_rollout(run, trajectory_id)
+    trajectory = line.group.trajectories[number]
     texts = [run.pieces(turn.sampled_ids) for turn in trajectory.turns]
     pieces = run.pieces(trajectory.prompt_ids)
     source = "p" * len(pieces)
@@ -277,7 +356,7 @@ def tokens(run: Run, trajectory_id: str) -> dict[str, Any]:
         response = run.pieces(turn.response_ids)
         pieces += [*text, *response]
         source += "s" * len(text) + "t" * len(response)
-    learner = run.token_values(catalog.stage, place.step).get(trajectory_id)
+    learner = run.token_values(run.catalog.stage_of(ref), ref.step).get(trajectory_id)
     entropies = _entropies(trajectory)
     kinds = [k for part in classify(texts, failures_before(trajectory)) for k in part]
     return {
@@ -298,7 +377,7 @@ def tokens(run: Run, trajectory_id: str) -> dict[str, Any]:
 
 
 def _entropies(trajectory: Trajectory) -> list[float] | None:
-    """Of every sampled token, if the engine reported them for all turns."""
+    """The entropy of every sampled token; None unless the engine reported it for all turns."""
     if any(turn.entropies is None for turn in trajectory.turns):
         return None
     return [e for turn in trajectory.turns for e in turn.entropies or ()]

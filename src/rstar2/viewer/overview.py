@@ -1,4 +1,4 @@
-"""A run's figures as the page draws them: head, curves by stage, evaluations. Plain data out."""
+"""A run's figures as JSON values for the page: summary, curves by stage, evaluations."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from rstar2.record import MODES, evaluation_stage, filter_stage
-from rstar2.viewer.run import Run
+from rstar2.record import evaluation_stage, stage_order
+from rstar2.viewer.run import ViewedRun
 
 MOST_POINTS = 1200
-"""Points of one curve that are sent; longer ones are thinned."""
+"""The most points of a curve that are sent; longer curves are thinned out."""
 MOST_EVENTS = 60
 _HEAD = ("stage", "step", "time")
 
 
-def head(run: Run) -> dict[str, Any]:
-    """What a list of runs shows of one."""
+def head(run: ViewedRun) -> dict[str, Any]:
+    """The summary of a run that lists of runs show."""
     if run.trouble:
         return {
             "name": run.name, "path": str(run.path), "status": "unreadable",
@@ -48,12 +48,12 @@ def head(run: Run) -> dict[str, Any]:
         "busy_s": sum(_value(m.get("time/step")) for m in run.metrics.values),
         "updated": max(times, default=None),
         "evaluations": [_evaluation(e) for e in _evaluations(run)],
-        "rollouts": sum(c.rollouts.count for c in run.catalogs.values()),
+        "rollouts": run.catalog.rollout_count(),
     }
 
 
-def overview(run: Run) -> dict[str, Any]:
-    """Everything the page of one run needs but its curves."""
+def overview(run: ViewedRun) -> dict[str, Any]:
+    """All data of the page of one run except its curves."""
     about = head(run)
     if run.trouble:
         return about
@@ -65,55 +65,53 @@ def overview(run: Run) -> dict[str, Any]:
     }
 
 
-def stages(run: Run) -> list[dict[str, Any]]:
-    """The stages on record in the order a run passes them, with how many steps precede each."""
-    found = []
+def stages(run: ViewedRun) -> list[dict[str, Any]]:
+    """The recorded stages in the order of the run, with the number of RL steps before each."""
+    recorded = []
     offset = 0
-    for name in ["sft", *run.stage_names]:
-        for stage, kind in (
-            (filter_stage(name), "filter"),
-            (name, "sft" if name == "sft" else "rl"),
-            *((evaluation_stage(name, mode), "evaluation") for mode in MODES),
-        ):
-            steps = [int(m["step"]) for m in run.metrics.values if m.get("stage") == stage]
-            catalog = run.catalogs.get(stage)
-            if not steps and catalog is None:
-                continue
-            found.append(
-                {
-                    "name": stage,
-                    "kind": kind,
-                    "offset": offset if kind == "rl" else 0,
-                    "steps": max(steps, default=0),
-                    "recorded": catalog.steps() if catalog else [],
-                    "groups": len(catalog.groups) if catalog else 0,
-                    "rollouts": catalog.rollouts.count if catalog else 0,
-                }
-            )
-            if kind == "rl":
-                offset += max(steps, default=0)
-    return found
+    kinds = {"sft": "sft", **dict.fromkeys(run.stage_names, "rl")}
+    for stage in stage_order(run.stage_names):
+        steps = [int(m["step"]) for m in run.metrics.values if m.get("stage") == stage]
+        has_groups = run.catalog.number_of(stage) is not None
+        if not steps and not has_groups:
+            continue
+        kind = kinds.get(stage) or ("filter" if stage.startswith("filter-") else "evaluation")
+        groups, rollouts = run.catalog.counts(stage)
+        recorded.append(
+            {
+                "name": stage,
+                "kind": kind,
+                "offset": offset if kind == "rl" else 0,
+                "steps": max(steps, default=0),
+                "recorded": run.catalog.steps(stage),
+                "groups": groups,
+                "rollouts": rollouts,
+            }
+        )
+        if kind == "rl":
+            offset += max(steps, default=0)
+    return recorded
 
 
-def curves(run: Run) -> dict[str, Any]:
+def curves(run: ViewedRun) -> dict[str, Any]:
     """All metrics as columns by stage: {stage: {"step": [...], "metrics": {name: [...]}}}."""
     by_stage: dict[str, list[dict[str, Any]]] = {}
     for line in run.metrics.values:
         by_stage.setdefault(str(line.get("stage")), []).append(line)
-    found = {}
+    columns = {}
     for stage, lines in by_stage.items():
         thinned = _thin(lines)
         names = dict.fromkeys(name for line in thinned for name in line if name not in _HEAD)
-        found[stage] = {
+        columns[stage] = {
             "step": [line.get("step") for line in thinned],
             "time": [line.get("time") for line in thinned],
             "metrics": {name: [_finite(line.get(name)) for line in thinned] for name in names},
         }
-    return {"version": run.version, "stages": found}
+    return {"version": run.version, "stages": columns}
 
 
-def step_metrics(run: Run, stage: str, step: int) -> dict[str, Any]:
-    """The recorded figures of one step."""
+def step_metrics(run: ViewedRun, stage: str, step: int) -> dict[str, Any]:
+    """The recorded metrics of one step."""
     for line in run.metrics.values:
         if line.get("stage") == stage and line.get("step") == step:
             return {name: _finite(value) for name, value in line.items() if name not in _HEAD}
@@ -123,8 +121,8 @@ def step_metrics(run: Run, stage: str, step: int) -> dict[str, Any]:
 # --------------------------------------------------------------------------- parts
 
 
-def _evaluations(run: Run) -> list[dict[str, Any]]:
-    """In the order of stages; of several with equal stage and mode the last."""
+def _evaluations(run: ViewedRun) -> list[dict[str, Any]]:
+    """In the order of stages, the last one for each stage and mode."""
     order = ["sft", *run.stage_names]
     known = {
         (e.get("stage"), e.get("mode")): e
@@ -150,7 +148,7 @@ def _evaluation(evaluation: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _now(run: Run) -> dict[str, Any] | None:
+def _now(run: ViewedRun) -> dict[str, Any] | None:
     """The last step on record."""
     if not run.metrics.values:
         return None
@@ -159,7 +157,7 @@ def _now(run: Run) -> dict[str, Any] | None:
 
 
 def _last(lines: list[dict[str, Any]], name: str, window: int = 5) -> float | None:
-    """Mean of the last values of a metric: one step is noise."""
+    """Mean of the last values of a metric: the value of a single step is noisy."""
     values = [m[name] for m in lines[-window:] if _number(m.get(name))]
     return sum(values) / len(values) if values else None
 
@@ -198,5 +196,5 @@ def _value(value: Any) -> float:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN; a figure that is none leaves a gap."""
+    """None instead of NaN and infinity, which JSON does not have; the curve has a gap there."""
     return value if not isinstance(value, float) or math.isfinite(value) else None

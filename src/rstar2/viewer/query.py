@@ -1,8 +1,8 @@
-"""Lists of rollouts: filtered by what they came to, searched by text, sorted, page by page.
+"""Lists of rollouts: filtered by their figures, searched by text, sorted, one page at a time.
 
-Columns are filtered at once. Text is looked for in the recorded lines, in the order of the result,
-for a bounded time: the answer then says where to go on, so that a search through everything is
-many short requests and never one long one.
+SQL does the filtering and sorting. Text is searched in the recorded lines, in the order of the
+result and for a bounded time. The answer then says where to continue, so a search through a whole
+run is many short requests instead of a long one.
 """
 
 from __future__ import annotations
@@ -15,42 +15,51 @@ from time import monotonic
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from rstar2.errors import UserError
-from rstar2.viewer.catalog import OUTCOMES, STOPS, Catalog, GroupRef, Ints, Rows, named_bits
-from rstar2.viewer.run import Run
+from rstar2.record.index import decode_without_tokens
+from rstar2.types import StopReason
+from rstar2.viewer.catalog import OUTCOMES, rollout_cells
+from rstar2.viewer.run import ViewedRun
 
 PAGE, MOST_PAGE = 50, 200
 SEARCH_S = 1.0
+STOPS = tuple(stop.value for stop in StopReason)
+
 _PLAIN = re.compile(r"[\x20-\x7e]*")
-_KEPT = {"yes": 1, "no": 0, "unused": -1}
-_SORTS = {
-    "newest": None,
-    "oldest": None,
-    "longest": "tokens",
-    "entropy": "entropy",
-    "failed": "failed",
-    "turns": "turns",
-    "slowest": "wall",
+_REWARDS = {"1": "reward > 0.5", "0": "reward <= 0.5", "none": "reward IS NULL"}
+_KEPT = {"yes": "kept = 1", "no": "kept = 0", "unused": "kept IS NULL"}
+_NEWEST = "stage DESC, at DESC, member"
+_ORDERS = {
+    "newest": _NEWEST,
+    "oldest": "stage, at, member",
+    "longest": f"tokens DESC, {_NEWEST}",
+    "entropy": f"entropy DESC, {_NEWEST}",
+    "failed": f"failed DESC, {_NEWEST}",
+    "turns": f"turns DESC, {_NEWEST}",
+    "slowest": f"wall DESC, {_NEWEST}",
 }
+"""SQL puts NULL last in descending order. Equal rollouts are listed newest first."""
+
+RolloutKey = tuple[int, int, int]
+"""Stage, offset of the group, and member: the primary key of a rollout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """What is looked for; empty fields let everything through."""
+    """The rollouts to list; an empty field matches all."""
 
     stage: str = ""
     step: int | None = None
     kind: str = ""
     reward: str = ""
-    """`1` right, `0` wrong, `none` not graded."""
+    """`1` correct, `0` wrong, `none` not graded."""
     kept: str = ""
     stop: str = ""
     outcome: str = ""
-    """An outcome, or `failed` for any that is the model's fault."""
+    """An outcome, or `failed` for any that counts as a tool error."""
     least: int | None = None
-    """Tokens of the completion."""
+    """Bounds of the completion's length in tokens."""
     most: int | None = None
     text: str = ""
     sort: str = "newest"
@@ -59,271 +68,154 @@ class Filter:
 
     @classmethod
     def parse(cls, query: Mapping[str, str]) -> Filter:
-        """From a query string; a value that makes no sense is named."""
-        known = {name: query.get(name, "").strip() for name in cls.__dataclass_fields__}
-        numbers = {n: _whole(n, known[n]) for n in ("step", "least", "most", "start", "limit")}
-        chosen = {
-            "reward": ("0", "1", "none"),
+        """From a query string; raises UserError naming an invalid value."""
+        values = {name: query.get(name, "").strip() for name in cls.__dataclass_fields__}
+        numbers = {n: _whole(n, values[n]) for n in ("step", "least", "most", "start", "limit")}
+        choices = {
+            "reward": tuple(_REWARDS),
             "kept": tuple(_KEPT),
             "stop": STOPS,
             "outcome": ("failed", *OUTCOMES),
-            "sort": tuple(_SORTS),
+            "sort": tuple(_ORDERS),
         }
-        for name, values in chosen.items():
-            if known[name] and known[name] not in values:
-                raise UserError(f"{name}={known[name]!r}: must be one of {', '.join(values)}")
+        for name, allowed in choices.items():
+            if values[name] and values[name] not in allowed:
+                raise UserError(f"{name}={values[name]!r}: must be one of {', '.join(allowed)}")
         return cls(
-            stage=known["stage"],
+            stage=values["stage"],
             step=numbers["step"],
-            kind=known["kind"],
-            reward=known["reward"],
-            kept=known["kept"],
-            stop=known["stop"],
-            outcome=known["outcome"],
+            kind=values["kind"],
+            reward=values["reward"],
+            kept=values["kept"],
+            stop=values["stop"],
+            outcome=values["outcome"],
             least=numbers["least"],
             most=numbers["most"],
-            text=known["text"],
-            sort=known["sort"] or "newest",
+            text=values["text"],
+            sort=values["sort"] or "newest",
             start=numbers["start"] or 0,
             limit=min(MOST_PAGE, numbers["limit"] or PAGE),
         )
 
-
-def rollouts(run: Run, wanted: Filter) -> dict[str, Any]:
-    """One page: rows, how many match, and where the next page starts (None: there is none)."""
-    matches = _Matches(list(_ordered(run, wanted)))
-    column = _SORTS[wanted.sort]
-    if column is not None:
-        matches.sort(column)
-    if not wanted.text:
-        page = matches.part(wanted.start, wanted.start + wanted.limit)
-        return _answer(page, matches, wanted.start + len(page), wanted, searched=None)
-    page, after = _search(matches, wanted)
-    return _answer(page, matches, after, wanted, searched=after)
-
-
-class _Matches:
-    """Rollouts in the order of a result, as two columns: which stage, and which number there."""
-
-    def __init__(self, places: list[tuple[Catalog, Ints]]) -> None:
-        self.catalogs = [catalog for catalog, _ in places]
-        sizes = [len(numbers) for _, numbers in places]
-        self._stage = np.repeat(np.arange(len(places)), sizes)
-        empty: Ints = np.zeros(0, dtype=np.int64)
-        self._number: Ints = np.concatenate([empty, *(numbers for _, numbers in places)])
-
-    def __len__(self) -> int:
-        return len(self._number)
-
-    def __getitem__(self, place: int) -> tuple[Catalog, int]:
-        return self.catalogs[self._stage[place]], int(self._number[place])
-
-    def part(self, start: int, end: int) -> list[tuple[Catalog, int]]:
-        return [self[place] for place in range(start, min(end, len(self)))]
-
-    def sort(self, column: str) -> None:
-        """By a column, highest first; equal ones stay in their order, unknown ones come last."""
-        values = np.zeros(len(self))
-        for stage, catalog in enumerate(self.catalogs):
-            mine = self._stage == stage
-            values[mine] = catalog.rollouts.rows[column][self._number[mine]]
-        order = np.argsort(-np.nan_to_num(values, nan=-1.0), kind="stable")
-        self._stage, self._number = self._stage[order], self._number[order]
+    def where(self, stage: int | None) -> tuple[str, list[Any]]:
+        """The SQL condition and its parameters; `stage` is the number of the stage to list."""
+        conditions: list[tuple[str, Any]] = [
+            ("stage = ?", stage if self.stage else None),
+            ("step = ?", self.step),
+            ("kind = ?", self.kind or None),
+            ("stop = ?", self.stop or None),
+            ("tokens >= ?", self.least),
+            ("tokens <= ?", self.most),
+            ("instr(outcomes, ?)", f" {self.outcome} " if self.outcome in OUTCOMES else None),
+        ]
+        used = [(sql, value) for sql, value in conditions if value is not None]
+        plain = [
+            "failed > 0" if self.outcome == "failed" else "",
+            _REWARDS.get(self.reward, ""),
+            _KEPT.get(self.kept, ""),
+            "0" if self.stage and stage is None else "",
+        ]
+        all_conditions = [*(sql for sql, _ in used), *filter(None, plain)]
+        return " AND ".join(all_conditions) or "1", [value for _, value in used]
 
 
-def facets(run: Run) -> dict[str, list[str]]:
+def rollouts(run: ViewedRun, wanted: Filter) -> dict[str, Any]:
+    """One page: rows, the number of matches, and where the next page starts (None: the end)."""
+    condition, values = wanted.where(run.catalog.number_of(wanted.stage))
+    counted = run.catalog.db.execute(f"SELECT count(*) FROM rollouts WHERE {condition}", values)
+    (total,) = counted.fetchone()
+    # Sorting only keys is several times faster than sorting whole rows. LIMIT -1 is no limit.
+    keys = run.catalog.db.execute(
+        f"SELECT stage, at, member FROM rollouts WHERE {condition} "
+        f"ORDER BY {_ORDERS[wanted.sort]} LIMIT ? OFFSET ?",
+        [*values, -1 if wanted.text else wanted.limit, wanted.start],
+    )
+    if wanted.text:
+        page, after = _search(run, wanted, keys)
+    else:
+        page = [(stage, at, member) for stage, at, member in keys]
+        after = wanted.start + len(page)
+    return {
+        "rows": [_row(run, key) for key in page],
+        "total": total,
+        "start": wanted.start,
+        "next": after if after < total else None,
+        "searched": after if wanted.text else None,
+    }
+
+
+def facets(run: ViewedRun) -> dict[str, list[str]]:
     """The values that filters can take in this run."""
-    kinds = dict.fromkeys(k for c in run.catalogs.values() for k in c.kinds.names if k)
-    stops: set[int] = set()
-    bits = 0
-    for catalog in run.catalogs.values():
-        rows = catalog.rollouts.rows
-        stops |= {int(s) for s in np.unique(rows["stop"])}
-        bits |= int(np.bitwise_or.reduce(rows["outcomes"])) if len(rows) else 0
+    db = run.catalog.db
+    kinds = [kind for (kind,) in db.execute("SELECT DISTINCT kind FROM groups") if kind]
+    recorded = db.execute("SELECT DISTINCT stop, outcomes FROM rollouts").fetchall()
+    stops = {stop for stop, _ in recorded}
+    outcomes = {name for _, names in recorded for name in names.split()}
     return {
-        "stages": list(run.catalogs),
-        "kinds": list(kinds),
-        "stops": [name for code, name in enumerate(STOPS) if code in stops],
-        "outcomes": named_bits(bits),
+        "stages": [reader.stage for reader in run.catalog.readers.values()],
+        "kinds": kinds,
+        "stops": [name for name in STOPS if name in stops],
+        "outcomes": [name for name in OUTCOMES if name in outcomes],
     }
 
 
-def row(catalog: Catalog, number: int) -> dict[str, Any]:
+def _row(run: ViewedRun, key: RolloutKey) -> dict[str, Any]:
     """One rollout as a list shows it."""
-    values = catalog.rollouts.rows[number]
-    group = catalog.groups[int(values["group"])]
+    query = (
+        "SELECT rollouts.*, groups.id AS group_id, prompt FROM rollouts JOIN groups "
+        "USING (stage, at) WHERE stage = ? AND at = ? AND member = ?"
+    )
+    row = run.catalog.db.execute(query, key).fetchone()
     return {
-        "id": catalog.name_of(number),
-        "group": group.id,
-        "stage": catalog.stage,
-        "prompt": group.prompt,
-        "kind": group.kind,
-        **cells(values),
+        "id": f"{row['group_id']}/{row['name']}",
+        "group": row["group_id"],
+        "stage": run.catalog.readers[row["stage"]].stage,
+        "prompt": row["prompt"],
+        "kind": row["kind"],
+        **rollout_cells(row),
     }
-
-
-def cells(values: Any) -> dict[str, Any]:
-    """The columns of one rollout as JSON has them."""
-    reward, entropy = float(values["reward"]), float(values["entropy"])
-    stop = int(values["stop"])
-    return {
-        "member": int(values["member"]),
-        "step": int(values["step"]),
-        "reward": None if np.isnan(reward) else reward,
-        "stop": STOPS[stop] if stop < len(STOPS) else "unknown",
-        "kept": {1: True, 0: False}.get(int(values["kept"])),
-        "outcomes": named_bits(int(values["outcomes"])),
-        "tokens": int(values["tokens"]),
-        "sampled": int(values["sampled"]),
-        "turns": int(values["turns"]),
-        "calls": int(values["calls"]),
-        "failed": int(values["failed"]),
-        "entropy": None if np.isnan(entropy) else round(entropy, 4),
-        "wall": round(float(values["wall"]), 3),
-    }
-
-
-# --------------------------------------------------------------------------- columns
-
-
-def _ordered(run: Run, wanted: Filter) -> Iterator[tuple[Catalog, Ints]]:
-    """Matching rollouts of each stage, newest first unless asked otherwise."""
-    catalogs = [c for c in run.catalogs.values() if wanted.stage in ("", c.stage)]
-    order = {name: place for place, name in enumerate(_stage_order(run))}
-    catalogs.sort(key=lambda c: order.get(c.stage, -1), reverse=wanted.sort != "oldest")
-    for catalog in catalogs:
-        numbers = np.flatnonzero(_matching(catalog, wanted))
-        yield catalog, numbers if wanted.sort == "oldest" else _newest_first(catalog, numbers)
-
-
-def _stage_order(run: Run) -> list[str]:
-    from rstar2.viewer.overview import stages
-
-    return [stage["name"] for stage in stages(run)]
-
-
-def _newest_first(catalog: Catalog, numbers: Ints) -> Ints:
-    """Latest groups first, the rollouts of each in their own order."""
-    rows = catalog.rollouts.rows[numbers]
-    return numbers[np.lexsort((rows["member"], -rows["group"]))]
-
-
-def _matching(catalog: Catalog, wanted: Filter) -> Any:
-    rows: Rows = catalog.rollouts.rows
-    mask = np.ones(len(rows), dtype=bool)
-    if wanted.step is not None:
-        mask &= rows["step"] == wanted.step
-    if wanted.kind:
-        mask &= rows["kind"] == catalog.kinds.find(wanted.kind)
-    if wanted.reward == "none":
-        mask &= np.isnan(rows["reward"])
-    elif wanted.reward:
-        mask &= (rows["reward"] > 0.5) == (wanted.reward == "1")
-        mask &= ~np.isnan(rows["reward"])
-    if wanted.kept:
-        mask &= rows["kept"] == _KEPT[wanted.kept]
-    if wanted.stop:
-        mask &= rows["stop"] == STOPS.index(wanted.stop)
-    if wanted.outcome == "failed":
-        mask &= rows["failed"] > 0
-    elif wanted.outcome:
-        mask &= (rows["outcomes"] >> OUTCOMES.index(wanted.outcome) & 1) > 0
-    if wanted.least is not None:
-        mask &= rows["tokens"] >= wanted.least
-    if wanted.most is not None:
-        mask &= rows["tokens"] <= wanted.most
-    return mask
 
 
 # --------------------------------------------------------------------------- text
 
 
-class _Call(msgspec.Struct):
-    code: str = ""
-
-
-class _Turn(msgspec.Struct):
-    calls: tuple[_Call, ...] = ()
-
-
-class _Trajectory(msgspec.Struct):
-    id: str
-    text: str = ""
-    turns: tuple[_Turn, ...] = ()
-
-
-class _Problem(msgspec.Struct):
-    prompt: str
-
-
-class _Group(msgspec.Struct):
-    problem: _Problem
-    trajectories: tuple[_Trajectory, ...]
-
-
-class _Line(msgspec.Struct):
-    group: _Group
-
-
-_LINE = msgspec.json.Decoder(_Line)
-
-
-def _search(matches: _Matches, wanted: Filter) -> tuple[list[tuple[Catalog, int]], int]:
-    """Matches from `start` on, and the place in the list up to which was looked."""
+def _search(
+    run: ViewedRun, wanted: Filter, keys: Iterator[RolloutKey]
+) -> tuple[list[RolloutKey], int]:
+    """Matches among `keys`, and the position up to which the list was searched."""
     needle = wanted.text.casefold()
     deadline = monotonic() + SEARCH_S
-    found: list[tuple[Catalog, int]] = []
-    seen: tuple[tuple[str, int], dict[str, str] | None] = (("", -1), None)
-    place = wanted.start
-    while place < len(matches) and len(found) < wanted.limit and monotonic() < deadline:
-        catalog, number = matches[place]
-        group = catalog.groups[int(catalog.rollouts.rows[number]["group"])]
-        key = (catalog.stage, group.at)
-        if seen[0] != key:  # rollouts of a group mostly stand together
-            seen = (key, _texts(catalog, group, needle))
-        texts = seen[1]
-        if texts is not None and needle in texts.get(catalog.name_of(number), ""):
-            found.append((catalog, number))
-        place += 1
-    return found, place
+    matches: list[RolloutKey] = []
+    position, last_group = wanted.start, (0, -1)
+    texts: dict[int, str] = {}
+    while len(matches) < wanted.limit and monotonic() < deadline:
+        key = next(keys, None)
+        if key is None:
+            break
+        stage, at, member = key
+        if (stage, at) != last_group:  # rollouts of a group are mostly neighbours
+            last_group, texts = (stage, at), _texts(run.catalog.line_at(stage, at), needle)
+        if needle in texts.get(member, ""):
+            matches.append((stage, at, member))
+        position += 1
+    return matches, position
 
 
-def _texts(catalog: Catalog, group: GroupRef, needle: str) -> dict[str, str] | None:
-    """What can be searched of each rollout; None if the line cannot contain the needle."""
-    line = catalog.line(group)
-    plain = _PLAIN.fullmatch(needle) and json.dumps(needle)[1:-1] == needle
-    if plain and needle.encode() not in line.lower():
-        return None
+def _texts(line: bytes, needle: str) -> dict[int, str]:
+    """The text of each rollout of a group by member; empty if none contains the needle."""
+    is_plain = _PLAIN.fullmatch(needle) and json.dumps(needle)[1:-1] == needle
+    if is_plain and needle.encode() not in line.lower():
+        return {}
     try:
-        read = _LINE.decode(line).group
+        recorded = decode_without_tokens(line).group
     except msgspec.MsgspecError:
-        return None
-    prompt = read.problem.prompt.casefold()
+        return {}
+    prompt = recorded.problem.prompt.casefold()
     return {
-        t.id: "\n".join(
+        member: "\n".join(
             (prompt, t.text.casefold(), *(c.code.casefold() for n in t.turns for c in n.calls))
         )
-        for t in read.trajectories
-    }
-
-
-# --------------------------------------------------------------------------- answers
-
-
-def _answer(
-    page: list[tuple[Catalog, int]],
-    matches: _Matches,
-    after: int,
-    wanted: Filter,
-    *,
-    searched: int | None,
-) -> dict[str, Any]:
-    return {
-        "rows": [row(catalog, number) for catalog, number in page],
-        "total": len(matches),
-        "start": wanted.start,
-        "next": after if after < len(matches) else None,
-        "searched": searched,
+        for member, t in enumerate(recorded.trajectories)
     }
 
 

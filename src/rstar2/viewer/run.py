@@ -1,7 +1,7 @@
-"""One run directory as the viewer knows it: figures in memory, rollouts by offset.
+"""One run directory as the viewer holds it: figures in memory, rollouts on disk by offset.
 
-`refresh` is called again and again by one thread and takes a bounded slice of work each time;
-readers hold the same lock while they look. `version` grows whenever something changed.
+One thread calls `refresh` repeatedly; each call reads a bounded slice of new data. Requests hold
+the same lock while they read. `version` increases with every change.
 """
 
 from __future__ import annotations
@@ -18,47 +18,48 @@ import msgspec
 from rstar2.agent.pieces import Pieces, find_tokenizer
 from rstar2.errors import UserError
 from rstar2.record import SCHEMA, read_environment, read_recipe
-from rstar2.record.read import GroupLine
+from rstar2.record.read import FileTail, FollowedRecords, GroupLine, read_at
 from rstar2.types import TokenValues
 from rstar2.viewer.catalog import Catalog, GroupRef
-from rstar2.viewer.tails import Records, Tail, read_at
 
 HELD_LINES = 8
-"""Decoded groups kept for the next request: a reader goes back and forth within one."""
+"""Decoded groups kept in memory: the requests of one page are mostly about the same group."""
 HEAD_BYTES = 200
 YIELD_S = 0.001
-"""Pause between two slices: locks are not fair, and a reader must get its turn."""
+"""Pause between two slices: locks are not fair, and requests must get their turn."""
 
 
 class NotRecordedError(UserError):
-    """Something was asked for that this run has not recorded."""
+    """A request for something that is not recorded in this run."""
 
 
-class _Step(msgspec.Struct):
+class _TokenValuesLine(msgspec.Struct):
+    """One line of tokens/<stage>.jsonl."""
+
     stage: str
     step: int
     values: tuple[TokenValues, ...]
 
 
-class Run:
-    """One run directory, followed."""
+class ViewedRun:
+    """One run directory, kept up to date."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.name = path, name
         self.lock = threading.RLock()
         self.version = 0
         self.trouble = ""
-        """Why this run cannot be shown; empty if it can."""
+        """Why this run cannot be shown; empty if it can be."""
         self.recipe: dict[str, Any] = {}
         self.environment: dict[str, Any] = {}
         self._read_head()
-        self.metrics = Records(path / "metrics.jsonl")
-        self.evaluations = Records(path / "evaluations.jsonl")
-        self.events = Records(path / "events.jsonl")
-        self.catalogs: dict[str, Catalog] = {}
+        self.metrics = FollowedRecords(path / "metrics.jsonl")
+        self.evaluations = FollowedRecords(path / "evaluations.jsonl")
+        self.events = FollowedRecords(path / "events.jsonl")
+        self.catalog = Catalog(path, self.stage_names)
         self._status = ""
-        self._token_lines: dict[str, tuple[Tail, dict[int, tuple[int, int]]]] = {}
-        self._held: OrderedDict[tuple[str, int, int], GroupLine] = OrderedDict()
+        self._token_lines: dict[str, tuple[FileTail, dict[int, tuple[int, int]]]] = {}
+        self._held: OrderedDict[tuple[int, int, int], GroupLine] = OrderedDict()
         self._pieces: Pieces | None = None
 
     def _read_head(self) -> None:
@@ -77,21 +78,19 @@ class Run:
     # ----------------------------------------------------------------- following
 
     def refresh(self) -> bool:
-        """Take in one slice of what is new; false when there is nothing left to take."""
+        """Read one slice of new data; false when there is none left to read."""
         if self.trouble:
             return False
         with self.lock:
             changed = False
             for records in (self.metrics, self.evaluations, self.events):
                 changed |= records.refresh()
-            for file in sorted((self.path / "trajectories").glob("*.jsonl")):
-                if file.stem not in self.catalogs:
-                    self.catalogs[file.stem] = Catalog(self.path, file.stem)
+            self.catalog.open_stages()
             before, self._status = self._status, self.status
             changed |= before != self._status
-        for catalog in list(self.catalogs.values()):
+        for reader in list(self.catalog.readers.values()):
             with self.lock:
-                changed |= catalog.refresh()
+                changed |= reader.refresh()
             time.sleep(YIELD_S)
         if changed:
             self.version += 1
@@ -99,22 +98,23 @@ class Run:
 
     @property
     def progress(self) -> float:
-        """Share of the recorded rollouts' bytes that can be listed."""
-        total = sum(c.covered / c.progress for c in self.catalogs.values() if c.progress)
-        covered = sum(c.covered for c in self.catalogs.values())
-        return covered / total if total else 1.0
+        """Share of the bytes of recorded groups that have been read."""
+        readers = self.catalog.readers.values()
+        whole = sum(reader.whole for reader in readers)
+        return sum(reader.covered for reader in readers) / whole if whole > 0 else 1.0
 
     @property
     def unreadable(self) -> int:
-        """Lines that are whole and cannot be read."""
-        small = (self.metrics, self.evaluations, self.events)
-        return sum(r.unreadable for r in small) + sum(c.unreadable for c in self.catalogs.values())
+        """The number of complete lines that cannot be decoded."""
+        files = (self.metrics, self.evaluations, self.events)
+        stages = self.catalog.readers.values()
+        return sum(file.unreadable for file in files) + sum(s.unreadable for s in stages)
 
     # ----------------------------------------------------------------- state
 
     @property
     def status(self) -> str:
-        """`running`, `finished`, `collapsed`, or `stopped` (nobody writes and it has no end)."""
+        """`running`, `finished`, `collapsed`, or `stopped` (no writer, and not finished)."""
         names = [event.get("event") for event in self.events.values]
         if "finished" in names:
             return "finished"
@@ -123,8 +123,8 @@ class Run:
         return "collapsed" if "collapsed" in names else "stopped"
 
     def _is_written(self) -> bool:
-        """Whether a process holds the run's lock. Only looks: trying the lock, even for a moment,
-        could refuse a run that is just being resumed."""
+        """Whether a process holds the run's lock. Reads /proc/locks: taking the lock to find out,
+        even for a moment, could make a run that is just resuming fail."""
         try:
             held = (self.path / ".lock").stat()
             locks = Path("/proc/locks").read_text(encoding="ascii", errors="replace")
@@ -135,31 +135,30 @@ class Run:
 
     @property
     def stage_names(self) -> list[str]:
-        """RL stages of the recipe, in order."""
+        """The RL stages of the recipe, in order."""
         return [str(s.get("name")) for s in (self.recipe.get("rl") or {}).get("stages") or []]
 
     # ----------------------------------------------------------------- groups
 
-    def find_group(self, group_id: str) -> tuple[Catalog, GroupRef]:
-        """The stage and place of a group."""
-        for catalog in self.catalogs.values():
-            number = catalog.numbers.get(group_id)
-            if number is not None:
-                return catalog, catalog.groups[number]
-        raise NotRecordedError(f"{self.name} has no group {group_id!r} on record")
+    def find_group(self, group_id: str) -> GroupRef:
+        """A group by its id."""
+        group = self.catalog.find_group(group_id)
+        if group is None:
+            raise NotRecordedError(f"{self.name} has no group {group_id!r} on record")
+        return group
 
-    def read_group(self, catalog: Catalog, group: GroupRef) -> GroupLine:
+    def read_group(self, group: GroupRef) -> GroupLine:
         """A group, decoded whole."""
-        key = (catalog.stage, group.at, group.size)
+        key = (group.stage, group.at, group.size)
         if key in self._held:
             self._held.move_to_end(key)
             return self._held[key]
         try:
-            line = msgspec.json.decode(catalog.line(group), type=GroupLine)
+            line = msgspec.json.decode(self.catalog.line(group), type=GroupLine)
         except msgspec.MsgspecError as error:
             raise NotRecordedError(f"the line of {group.id} cannot be read: {error}") from error
         if line.group.id != group.id:
-            raise NotRecordedError(f"{group.id} has just been rewound: look again")
+            raise NotRecordedError(f"{group.id} has just been rewound: reload the page")
         self._held[key] = line
         while len(self._held) > HELD_LINES:
             self._held.popitem(last=False)
@@ -168,47 +167,47 @@ class Run:
     # ----------------------------------------------------------------- tokens
 
     def token_values(self, stage: str, step: int) -> dict[str, TokenValues]:
-        """What the learner made of the tokens of a step, by trajectory; empty if not recorded."""
+        """The learner's logprobs of a step by trajectory; empty if they are not recorded."""
         path = self.path / "tokens" / f"{stage}.jsonl"
-        tail, places = self._token_lines.setdefault(stage, (Tail(path), {}))
+        tail, places = self._token_lines.setdefault(stage, (FileTail(path), {}))
         if tail.restarted():
             places.clear()
         while lines := tail.read():
             for line in lines:
-                found = _step_of(line.data)
-                if found is not None:
-                    places[found] = (line.at, len(line.data))
+                line_step = _step_of(line.data)
+                if line_step is not None:
+                    places[line_step] = (line.at, len(line.data))
         if step not in places:
             return {}
         try:
-            read = msgspec.json.decode(read_at(path, *places[step]), type=_Step)
+            recorded = msgspec.json.decode(read_at(path, *places[step]), type=_TokenValuesLine)
         except msgspec.MsgspecError:
             self._token_lines.pop(stage)
             return {}
-        return {values.trajectory_id: values for values in read.values}
+        return {values.trajectory_id: values for values in recorded.values}
 
     @property
     def pieces(self) -> Pieces:
-        """The run's tokenizer, to show tokens as text."""
+        """Decodes token ids to text with the run's tokenizer."""
         if self._pieces is None:
             self._pieces = Pieces(find_tokenizer(self.path, self.recipe))
         return self._pieces
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step of a line of token values, from its head: the rest is long."""
+    """The step of a line of token values, from its first bytes: the rest is long."""
     head = line[:HEAD_BYTES].partition(b'"step":')[2]
     digits = head[: len(head) - len(head.lstrip(b"0123456789"))]
     return int(digits) if digits else None
 
 
-def open_runs(paths: list[Path]) -> dict[str, Run]:
-    """The runs by name; equal directory names get a number."""
-    runs: dict[str, Run] = {}
+def open_runs(paths: list[Path]) -> dict[str, ViewedRun]:
+    """The runs by directory name; a number is appended to equal names."""
+    runs: dict[str, ViewedRun] = {}
     for path in paths:
         path = path.resolve()
         name, number = path.name or "run", 2
         while name in runs:
             name, number = f"{path.name}-{number}", number + 1
-        runs[name] = Run(path, name)
+        runs[name] = ViewedRun(path, name)
     return runs
