@@ -75,7 +75,7 @@ def test_killed_engine_comes_back_and_no_rollout_is_lost(
     monkeypatch.setattr(runtime, "make_engines", remember)
 
     def kill_engine() -> None:
-        os.kill(engines[0]._link._body.pid, signal.SIGKILL)
+        os.kill(engines[0].pid, signal.SIGKILL)
 
     view = Watcher(stage_name="only", then=kill_engine)
     execute(recipe_from(finished, tmp_path / "data"), tmp_path / "run", view)

@@ -21,8 +21,8 @@ from rstar2.engine import http
 from rstar2.engine.make import make_engines
 from rstar2.engine.vllm import VllmEngine, _joined, _rest, _sampled_under
 from rstar2.engine.vllm_client import Gauges, VllmClient, read_gauges
-from rstar2.engine.vllm_keeper import members
 from rstar2.engine.vllm_server import ServerSettings, arguments_of, environment_of
+from rstar2.engine.vllm_supervisor import members
 from rstar2.errors import EngineError, RecipeError, UserError
 from rstar2.types import Finish, Generation, Sampling
 
@@ -150,31 +150,33 @@ async def test_an_answer_that_makes_no_sense_is_an_engine_error() -> None:
     await server.wait_closed()
 
 
-# --------------------------------------------------------------------------- the keeper
+# --------------------------------------------------------------------------- the supervisor
 
 SERVER = "import subprocess, sys, time; subprocess.Popen(['sleep', '600']); time.sleep({seconds})"
-KEEPER = (
-    "import os, sys; from rstar2.engine.vllm_keeper import keep; os.setsid(); "
-    "sys.exit(keep([sys.executable, '-c', {server!r}], os.getppid()))"
+SUPERVISOR = (
+    "import sys; from rstar2.engine.vllm_supervisor import supervise; "
+    "sys.exit(supervise([sys.executable, '-c', {server!r}]))"
 )
 PARENT = (
-    "import subprocess, sys, time; "
-    "print(subprocess.Popen([sys.executable, '-c', {keeper!r}]).pid, flush=True); time.sleep(600)"
+    "import signal, sys, time; from rstar2.child import Child; "
+    "child = Child('x', [sys.executable, '-c', {supervisor!r}], grace_s=60, "
+    "parent_death_signal=signal.SIGTERM, kills_group=False); "
+    "print(child.pid, flush=True); time.sleep(600)"
 )
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
     ends = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < ends, "it did not come to that"
+        assert time.monotonic() < ends, "the condition did not come true"
         time.sleep(0.02)
 
 
 @pytest.mark.parametrize("death", ["parent", "server", "asked"])
-def test_the_keeper_leaves_nothing_behind(death: str) -> None:
-    """Of the server and a grandchild that ignores everybody, whoever ends first."""
-    keeper = KEEPER.format(server=SERVER.format(seconds=600))
-    command = [sys.executable, "-c", PARENT.format(keeper=keeper)]
+def test_the_supervisor_leaves_nothing_behind(death: str) -> None:
+    """Neither the server nor a grandchild that ignores its parent, whichever ends first."""
+    supervisor = SUPERVISOR.format(server=SERVER.format(seconds=600))
+    command = [sys.executable, "-c", PARENT.format(supervisor=supervisor)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         group = int(parent.stdout.readline())

@@ -14,7 +14,7 @@ from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.config import AgentConfig, CodeEnvConfig, SamplingConfig, SchedulerConfig
 from rstar2.engine.base import Engine
 from rstar2.engine.vllm import VllmEngine
-from rstar2.engine.vllm_keeper import members
+from rstar2.engine.vllm_supervisor import members
 from rstar2.errors import EngineError
 from rstar2.learner.weights import publish
 from rstar2.problems.load import load_problems

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rstar2.engine.vllm_keeper import members
+from rstar2.engine.vllm_supervisor import members
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -30,13 +30,13 @@ time.sleep(600)
 def wait_for(condition: Callable[[], bool], deadline_s: float) -> None:
     ends = time.monotonic() + deadline_s
     while not condition():
-        assert time.monotonic() < ends, "it did not come to that"
+        assert time.monotonic() < ends, "the condition did not come true"
         time.sleep(0.05)
 
 
 @pytest.mark.parametrize("processes", [2, 3], ids=["while it starts", "with its engine core"])
 def test_a_killed_parent_takes_the_whole_server_along(stage: Path, processes: int) -> None:
-    """kill -9, so that nobody can tidy up: the keeper has to notice."""
+    """After kill -9 the parent cannot clean up: the supervisor has to notice."""
     short = tempfile.TemporaryDirectory(prefix="r")  # what a killed parent cannot remove
     environment = os.environ | {"TMPDIR": short.name}
     command = [sys.executable, "-c", PROGRAM, str(stage)]
@@ -46,7 +46,7 @@ def test_a_killed_parent_takes_the_whole_server_along(stage: Path, processes: in
     ):
         assert parent.stdout is not None
         group = int(parent.stdout.readline())
-        # the keeper is one of them, the API server another
+        # the supervisor is one of them, the API server another
         wait_for(lambda: len(members(group)) >= processes, 120)
         parent.send_signal(signal.SIGKILL)
         wait_for(lambda: not members(group), 30)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rstar2.child import Child
 from rstar2.errors import InfrastructureError, RecipeError
 
 if TYPE_CHECKING:
@@ -94,34 +95,20 @@ def trainer(*, alone: bool) -> Execute:
         file.write_text(dump_recipe(recipe))
         started = monotonic()
         typer.echo(f"{path.name} begins, log in {log}", err=True)
-        with log.open("ab") as output:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "rstar2", "train", str(file), "--run", str(path)),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-            )
-            status = await _wait(process)
+        child = Child(
+            path.name,
+            [sys.executable, "-m", "rstar2", "train", str(file), "--run", str(path)],
+            parent_death_signal=signal.SIGTERM,
+            grace_s=STOP_DEADLINE_S,
+            environment=environment,
+            log=log,
+        )
+        try:
+            status = await child.wait()
+        finally:  # when the ablation is stopped, its runs stop in order
+            await child.stop()
         if status != 0:
-            last = log.read_text(errors="replace").strip().splitlines()[-1:]
-            raise InfrastructureError(f"{path.name} ended with status {status}: {last} ({log})")
+            raise InfrastructureError(f"{path.name}: {child.post_mortem()} (log: {log})")
         typer.echo(f"{path.name} done in {monotonic() - started:.0f} s", err=True)
 
     return execute
-
-
-async def _wait(process: asyncio.subprocess.Process) -> int:
-    """Wait for a run; when we are stopped, it is stopped in order first."""
-    try:
-        return await process.wait()
-    except asyncio.CancelledError:
-        if process.returncode is None:
-            process.terminate()
-            try:
-                async with asyncio.timeout(STOP_DEADLINE_S):
-                    await process.wait()
-            except TimeoutError:
-                process.kill()
-                await process.wait()
-        raise

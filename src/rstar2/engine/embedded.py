@@ -22,8 +22,8 @@ import asyncio
 import contextlib
 import itertools
 import os
+import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rstar2.child import Child
 from rstar2.engine import wire
 from rstar2.engine.base import WeightUpdate
 from rstar2.engine.worker import Settings, Worker
@@ -84,6 +85,11 @@ class EmbeddedEngine:
         self._updating = asyncio.Lock()
 
     # ------------------------------------------------------------------ life
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process; None if there is none or it is a thread."""
+        return None if self._link is None else self._link.pid
 
     async def start(self) -> None:
         """Start the worker and wait until it can serve; a no-op while one is alive."""
@@ -327,6 +333,10 @@ class _Link:
             os.close(mailbox)
             raise
 
+    @property
+    def pid(self) -> int | None:
+        return self._body.pid if isinstance(self._body, Child) else None
+
     def send(self, message: wire.Message) -> None:
         self._writer.write(wire.frame(message))
 
@@ -342,21 +352,16 @@ class _Link:
 
     async def post_mortem(self) -> str:
         """One sentence on how the worker ended."""
-        await self._wait()
-        if isinstance(self._body, subprocess.Popen):
-            return f"worker process {self._body.pid} ended with code {self._body.returncode}"
-        return "worker thread ended"
-
-    async def _wait(self) -> None:
-        """Wait until the worker is gone; a process that takes too long is killed."""
         if isinstance(self._body, threading.Thread):
             await asyncio.to_thread(self._body.join, CLOSE_DEADLINE_S)
-            return
+            return "worker thread ended"
         try:
-            await asyncio.to_thread(self._body.wait, CLOSE_DEADLINE_S)
-        except subprocess.TimeoutExpired:
+            async with asyncio.timeout(CLOSE_DEADLINE_S):
+                await self._body.wait()
+        except TimeoutError:
             self._body.kill()
-            await asyncio.to_thread(self._body.wait)
+            await self._body.wait()
+        return f"worker {self._body.post_mortem()}"
 
     async def close(self) -> None:
         try:
@@ -366,31 +371,32 @@ class _Link:
             self._writer.close()
             with contextlib.suppress(ConnectionError):
                 await self._writer.wait_closed()
-            await self._wait()
         finally:
-            if isinstance(self._body, subprocess.Popen) and self._body.returncode is None:
-                self._body.kill()
-                self._body.wait()
+            if isinstance(self._body, threading.Thread):
+                await asyncio.to_thread(self._body.join, CLOSE_DEADLINE_S)
+            else:
+                await self._body.stop()
             self.closed = True
             os.close(self.mailbox)
 
 
-_Body = subprocess.Popen[bytes] | threading.Thread
+_Body = Child | threading.Thread
 
 
 def _spawn(settings: Settings, theirs: socket.socket, mailbox: int) -> _Body:
     """Start the worker process. From this thread: the kernel ties its life to the thread's."""
     command = [sys.executable, "-m", "rstar2.engine.worker"]
     command += ["--socket", str(theirs.fileno()), "--mailbox", str(mailbox)]
-    command += ["--parent", str(os.getpid()), "--settings", msgspec.json.encode(settings).decode()]
+    command += ["--settings", msgspec.json.encode(settings).decode()]
     threads = str(settings.threads)
     with theirs:
-        return subprocess.Popen(
+        return Child(
+            "engine worker",
             command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), mailbox),
-            env=os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+            parent_death_signal=signal.SIGKILL,
+            grace_s=CLOSE_DEADLINE_S,
+            descriptors=(theirs.fileno(), mailbox),
+            environment=os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
         )
 
 

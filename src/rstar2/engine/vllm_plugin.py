@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 
-from rstar2.engine.worker import die_with_parent
+from rstar2.child import die_with_parent
 
 ENGINE = "RSTAR2_ENGINE"
 PACKED = "RSTAR2_ENGINE_PACKED"

@@ -3,10 +3,9 @@
 Promises:
 - The server listens on a Unix socket in a private directory: its control endpoints can be reached
   by this user only, and no port is taken.
-- It is a process group of its own, so that Ctrl-C at a terminal does not reach it before we have
-  stopped in order. `vllm_keeper` leads the group and ends all of it when the server or we end,
-  kill -9 included.
-- `stop` returns when the group is empty and the directory is gone.
+- `vllm_supervisor` leads its process group, and ends all of the group when the server or this
+  process ends, also by kill -9.
+- `stop` returns when the group is empty and the directory is removed.
 """
 
 from __future__ import annotations
@@ -14,21 +13,21 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rstar2.engine.vllm_keeper import end_group
+from rstar2.child import LINE_CHARS, Child, tail
 from rstar2.engine.vllm_plugin import ENGINE, PACKED
+from rstar2.engine.vllm_supervisor import end_group
 from rstar2.errors import EngineError
 
 STOP_S = 30.0
-"""How long the keeper may take to end its group."""
-CAUSE_LINES, TAIL_LINES, LINE_CHARS = 30, 20, 240
+"""How long the supervisor may take to end its group."""
+CAUSE_LINES = 30
 STEP_TOKENS = 2048
 """Tokens that a server on a CPU computes in one step, at least."""
 
@@ -110,7 +109,7 @@ class VllmServer:
     def __init__(self, name: str, settings: ServerSettings) -> None:
         self.name, self.settings = name, settings
         self._directory: Path | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
 
     @property
     def socket(self) -> Path:
@@ -119,62 +118,55 @@ class VllmServer:
 
     @property
     def pid(self) -> int | None:
-        """The keeper's process; also the id of the group."""
-        return None if self._process is None else self._process.pid
+        """The supervisor's process; also the id of the group."""
+        return None if self._child is None else self._child.pid
 
     @property
     def running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        return self._child is not None and self._child.running
 
     def start(self) -> None:
         """Begin to start the server. From the loop's thread: the kernel ties its life to it."""
-        if self._process is not None:
+        if self._child is not None:
             raise EngineError(f"{self.name}: stop the old server before a new one is started")
         self._directory = _private_directory()
-        command = [sys.executable, "-m", "rstar2.engine.vllm_keeper", "--parent", str(os.getpid())]
+        command = [sys.executable, "-m", "rstar2.engine.vllm_supervisor"]
         if self.settings.cores:
             command += ["--cores", ",".join(map(str, self.settings.cores))]
         command += ["--", *arguments_of(self.settings, self.socket)]
-        with (self._directory / "log").open("wb") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env=environment_of(self.settings, self._directory),
-            )
+        self._child = Child(
+            self.name,
+            command,
+            parent_death_signal=signal.SIGTERM,
+            grace_s=STOP_S,
+            environment=environment_of(self.settings, self._directory),
+            log=self._directory / "log",
+            kills_group=False,  # resource trackers need time, see `end_group`
+        )
 
     def post_mortem(self) -> str:
-        """How the server ended, and the last that it said."""
-        if self._process is None:
+        """How the server ended, and the end of its log."""
+        if self._child is None:
             return "not started"
-        code = self._process.poll()
-        state = "still runs" if code is None else f"ended with code {code}"
-        return f"server process {self._process.pid} {state}; its last words:\n{self.tail()}"
+        return f"server {self._child.describe_end()}; its last output:\n{self.tail()}"
 
     def tail(self) -> str:
-        """The first errors in the server's log that are not mere echoes, and its last lines."""
+        """The first errors in the server's log, repetitions left out, and its last lines."""
         if self._directory is None or not (self._directory / "log").exists():
             return ""
-        causes: list[str] = []
-        last: deque[str] = deque(maxlen=TAIL_LINES)
-        with (self._directory / "log").open(encoding="utf-8", errors="replace") as log:
-            for line in log:
-                short = line.rstrip()[:LINE_CHARS]
-                last.append(short)
-                mere_echo = short.startswith("(APIServer")
-                if " ERROR " in short and not mere_echo and len(causes) < CAUSE_LINES:
-                    causes.append(short)
-        return "\n".join([*causes, "...", *last] if causes else last)
+        log = self._directory / "log"
+        with log.open(encoding="utf-8", errors="replace") as lines:
+            errors = (line.rstrip()[:LINE_CHARS] for line in lines if " ERROR " in line)
+            causes = [line for line in errors if not line.startswith("(APIServer")][:CAUSE_LINES]
+        return "\n".join([*causes, "...", tail(log)] if causes else [tail(log)])
 
     async def stop(self) -> None:
         """End every process of the group and remove the directory; idempotent."""
-        process, directory = self._process, self._directory
-        self._process = self._directory = None
+        child, directory = self._child, self._directory
+        self._child = self._directory = None
         try:
-            if process is not None:
-                await asyncio.shield(asyncio.to_thread(_end, process))
+            if child is not None:
+                await asyncio.shield(asyncio.create_task(_end(child)))
         finally:
             if directory is not None:
                 shutil.rmtree(directory, ignore_errors=True)
@@ -186,12 +178,7 @@ def _private_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix="rstar2-vllm-", dir=usual if len(usual) <= 40 else "/tmp"))
 
 
-def _end(keeper: subprocess.Popen[bytes]) -> None:
-    """Ask the keeper to end its group; if it was killed or cannot, do it in its place."""
-    keeper.terminate()
-    try:
-        keeper.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        keeper.kill()
-        keeper.wait()
-    end_group(keeper.pid)
+async def _end(supervisor: Child) -> None:
+    """Ask the supervisor to end its group; if it was killed or cannot, end the group here."""
+    await supervisor.stop()
+    await asyncio.to_thread(end_group, supervisor.pid)

@@ -3,18 +3,16 @@
 Runs as a process of its own (`python -m rstar2.engine.worker`) or as a thread with the same loop.
 A reader thread turns frames into messages; the loop handles what has arrived between two steps and
 blocks only when there is nothing to compute. The worker ends when it is told to stop, or at the
-end of its socket: the engine that started it is gone. On Linux the kernel also kills the process
-when its parent dies.
+end of its socket: the engine that started it is gone. The kernel also kills the process when its
+parent dies (see `rstar2.child`).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
 
     from rstar2.engine.batcher import Batcher
     from rstar2.engine.requests import Ended
-
-PR_SET_PDEATHSIG = 1
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -209,29 +205,14 @@ class Worker:
             self._send(wire.Results(results))
 
 
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent dies (Linux; elsewhere a no-op)."""
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:
-        sys.exit(0)  # it died before we asked
-
-
 def main() -> None:
     """Entry point of the worker process."""
     parser = argparse.ArgumentParser(prog="rstar2.engine.worker")
     parser.add_argument("--socket", type=int, required=True)
     parser.add_argument("--mailbox", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--settings", required=True)
     args = parser.parse_args()
-    die_with_parent(args.parent)
     keep_freed_memory()
-    # Ctrl-C reaches the whole process group; the parent decides when its engines close.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = msgspec.json.decode(args.settings, type=Settings)
     import torch
 

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rstar2.child import call_when_closed, describe_exit
 from rstar2.config import LearnerConfig, LossConfig, OptimizerConfig
 from rstar2.errors import DeadlineError, InfrastructureError, RstarError
 from rstar2.learner.learner import Learner, SftRow
@@ -229,10 +230,9 @@ class LocalRanks:
                     failed, value = self._pipes[rank].recv()
                 except (EOFError, OSError) as error:
                     self._processes[rank].join(1.0)
-                    raise RankError(
-                        f"learner rank {rank} died in {method} "
-                        f"(exit code {self._processes[rank].exitcode})"
-                    ) from error
+                    code = self._processes[rank].exitcode
+                    how = "closed its pipe" if code is None else describe_exit(code)
+                    raise RankError(f"learner rank {rank} died in {method}: it {how}") from error
                 if failed:
                     self._raise(rank, method, value)
                 answers[rank] = value
@@ -290,8 +290,7 @@ def _serve(
     options: dict[str, Any],
 ) -> None:
     """Life of a rank: join the others, make the learner, answer calls until told to stop."""
-    watch = threading.Thread(target=_end_with_parent, args=(lifeline, store), daemon=True)
-    watch.start()
+    call_when_closed(lifeline.fileno(), lambda: _leave(store))
     try:
         learner = _join(rank, ranks, store, args, options)
         pipe.send((False, None))
@@ -332,13 +331,6 @@ def _join(
         timeout=timedelta(seconds=CALL_S),
     )
     return Learner(*args, **options)
-
-
-def _end_with_parent(lifeline: Connection, store: str) -> None:
-    """Leave at once when the parent's end of the pipe closes: it never sends anything."""
-    with contextlib.suppress(EOFError, OSError):
-        lifeline.recv()
-    _leave(store)
 
 
 def _leave(store: str) -> NoReturn:
