@@ -102,7 +102,7 @@ class Measured:
     policy: str
     wall_s: float
     tokens: int
-    """Sampled by the engines."""
+    """Tokens sampled by the engines."""
     preemptions: int
     idle_share: float
     """Share of the time in which an engine had nothing to do, mean of both."""

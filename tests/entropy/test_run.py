@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rstar2.agent.pieces import Pieces
+from rstar2.agent.detokenizer import Detokenizer
 from rstar2.cli import main
 from rstar2.entropy.exact import exact_entropies
 from rstar2.entropy.sources import Sample, classed, course, evaluations, recorded
@@ -104,10 +104,10 @@ def test_pieces_join_to_the_text_even_inside_a_character(finished: Path) -> None
     from tokenizers import Tokenizer
 
     path = finished / "model" / "tokenizer.json"
-    pieces, tokenizer = Pieces(path), Tokenizer.from_file(str(path))
+    pieces, tokenizer = Detokenizer(path), Tokenizer.from_file(str(path))
     text = "naïve ∑ 😀 <tool_call> x\n</reason>"
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     found = pieces(ids)
     assert len(found) == len(ids)
     assert "".join(found) == tokenizer.decode(ids, skip_special_tokens=False)
-    assert Pieces(None)([5, 6]) == [" 5", " 6"]
+    assert Detokenizer(None)([5, 6]) == [" 5", " 6"]

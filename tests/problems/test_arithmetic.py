@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from rstar2.agent.outputs import tool_text
+from rstar2.agent.prompts import tool_text
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.config import CodeEnvConfig

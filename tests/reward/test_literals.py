@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rstar2.reward.literals import as_choice, as_integer, choice_equal, integer_equal
+from rstar2.reward.grade import as_choice, as_integer, choice_equal, integer_equal
 
 
 @pytest.mark.parametrize(

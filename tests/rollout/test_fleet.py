@@ -31,14 +31,14 @@ def fleet_of(*engines: ScriptedEngine, recover: bool = False) -> Fleet:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 
 async def turn(fleet: Fleet, session: str, *, prompt: int = 10, seed: int = 1) -> Generation:
     sampling = Sampling(max_new_tokens=100 - prompt, seed=seed)
-    return await fleet.generate((1,) * prompt, sampling, session=session, deadline_s=5.0)
+    return await fleet.generate((1,) * prompt, sampling, session=session, deadline_s=60.0)
 
 
 async def rollout(fleet: Fleet, session: str, turns: int) -> list[Generation]:
@@ -176,7 +176,7 @@ async def test_deaths_cancellations_and_short_kv_lose_nothing(seed: int) -> None
     cancelled = rng.sample(names, 4)
     for name in cancelled:
         tasks[name].cancel()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await asyncio.gather(*tasks.values(), killer, return_exceptions=True)
     assert all(ended[name] == 1 for name in names if name not in cancelled)
     assert max(ended.values()) == 1

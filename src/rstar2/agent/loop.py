@@ -1,22 +1,24 @@
-"""One trajectory: generate, parse, call tools, append, until there is a reason to stop.
+"""The agent loop for one trajectory: generate, parse, run tool calls, append; then the next turn.
 
-What ends a rollout, in the order it is looked for after each turn:
+What ends a rollout, in the order of the checks after each turn:
 
-| what happened                                              | StopReason                     |
+| event                                                      | StopReason                     |
 |------------------------------------------------------------|--------------------------------|
-| the engine died, refused, or answered nonsense             | ENGINE_FAILED                  |
-| the engine gave the request up                             | CANCELLED                      |
-| the turn was cut by the length limit                       | MAX_LENGTH                     |
+| the engine died, refused, or returned an invalid result    | ENGINE_FAILED                  |
+| the engine cancelled the request                           | CANCELLED                      |
+| the turn reached the length limit                          | MAX_LENGTH                     |
 | no tool call in the turn                                   | ANSWERED or NO_ANSWER          |
 | a tool call in the last allowed turn (it is not executed)  | MAX_TURNS                      |
 | no server could execute a call                             | TOOL_FAILED                    |
 | too many calls in a row that cannot be executed            | INVALID_CALLS                  |
 | the tool response leaves no room for another token         | MAX_LENGTH (it is not appended)|
 
-Invariants: the ids of a turn's prompt begin with all ids before it (checked every turn); every
+Invariants: the ids of a turn's prompt start with all ids before it (checked every turn); every
 sampled token has its logprob and weight version (checked every turn); the model never reads an
 infrastructure failure; the generator's session is released exactly once, also on cancellation,
 which then propagates. Infrastructure failures are returned as data, never raised.
+
+`chat_loop` is the same loop for endpoints that return text without token ids.
 """
 
 from __future__ import annotations
@@ -27,18 +29,26 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from rstar2.agent.calls import GRACE_S, CallRunner, ToolRunner, failure_of
 from rstar2.agent.parser import ParsedTurn, answer_of, last_answer, parse_turn
 from rstar2.agent.template import Template
+from rstar2.codeenv.protocol import RunRequest
 from rstar2.config import AgentConfig, SamplingConfig
 from rstar2.engine.base import Generator
-from rstar2.errors import DeadlineError, EngineError, InfrastructureError, InvariantError
+from rstar2.errors import (
+    CodeEnvError,
+    DeadlineError,
+    EngineError,
+    InfrastructureError,
+    InvariantError,
+)
 from rstar2.seeds import derive_seed
 from rstar2.types import (
     Failure,
     Finish,
     Generation,
+    Outcome,
     Problem,
     Sampling,
     StopReason,
@@ -48,26 +58,18 @@ from rstar2.types import (
     Turn,
 )
 
-__all__ = [
-    "Event",
-    "Observer",
-    "Returned",
-    "RolloutSpec",
-    "Sampled",
-    "ToolRunner",
-    "run_trajectory",
-]
-
 log = logging.getLogger(__name__)
 
 RELEASE_DEADLINE_S = 10.0
+GRACE_S = 5.0
+"""The loop waits this much longer than the engine's or the client's own deadline."""
 
 
 # --------------------------------------------------------------------------- events
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class TurnSampled:
     """The model finished a turn."""
 
     turn: int
@@ -75,8 +77,8 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
-    """A tool call came back; `text` is what the model reads of it."""
+class ToolReturned:
+    """A tool call returned; `text` is what the model reads."""
 
     turn: int
     call: ToolCall
@@ -84,20 +86,88 @@ class Returned:
     text: str
 
 
-Event = Sampled | Returned
-Observer = Callable[[Event], None]
+LoopEvent = TurnSampled | ToolReturned
+Observer = Callable[[LoopEvent], None]
 
 
-def reporter(
-    observer: Observer | None, shown: Callable[[ToolResult], str]
+def result_reporter(
+    observer: Observer | None, text_of: Callable[[ToolResult], str]
 ) -> Callable[[int, ToolCall, ToolResult], None] | None:
-    """What tells an observer of a tool result, as the model will read it."""
+    """A callback that sends tool results to the observer, with the text that the model reads."""
     if observer is None:
         return None
-    return lambda turn, call, result: observer(Returned(turn, call, result, shown(result)))
+    return lambda turn, call, result: observer(ToolReturned(turn, call, result, text_of(result)))
 
 
-# --------------------------------------------------------------------------- the loop
+# --------------------------------------------------------------------------- tool calls
+
+
+class ToolRunner(Protocol):
+    """The method of the code environment's client that the loop needs."""
+
+    async def run(self, request: RunRequest) -> ToolResult: ...
+
+
+@dataclass(slots=True)
+class CallRunner:
+    """Runs the tool calls of one rollout in order and counts invalid calls in a row.
+
+    A call that could not be parsed returns its error; a program's own failure is data for the
+    model; an infrastructure failure ends the rollout and is never shown to the model.
+    """
+
+    tools: ToolRunner
+    agent: AgentConfig
+    on_result: Callable[[int, ToolCall, ToolResult], None] | None = None
+    invalid: int = 0
+    failure: Failure | None = None
+
+    async def run(
+        self, turn: int, calls: Sequence[ToolCall], results: list[ToolResult]
+    ) -> StopReason | None:
+        """Append to `results` in order; returns why the rollout must stop, or None."""
+        for call in calls:
+            if call.error is not None:
+                self.invalid += 1
+                result = ToolResult(call.id, call.error, message=call.message)
+            else:
+                self.invalid = 0
+                try:
+                    result = await self._execute(call)
+                except (InfrastructureError, OSError) as error:
+                    self.failure = failure_of(error)
+                    return StopReason.TOOL_FAILED
+            results.append(result)
+            if result.outcome is Outcome.INFRASTRUCTURE:
+                message = result.message or "a tool call could not be executed"
+                self.failure = failure_of(CodeEnvError(message))
+                return StopReason.TOOL_FAILED
+            if self.on_result is not None:
+                self.on_result(turn, call, result)
+            if self.invalid >= self.agent.invalid_calls:
+                return StopReason.INVALID_CALLS
+        return None
+
+    async def _execute(self, call: ToolCall) -> ToolResult:
+        deadline = self.agent.tool_deadline_s
+        request = RunRequest(call.id, call.code, stdin=call.stdin, deadline_s=deadline)
+        try:
+            async with asyncio.timeout(deadline + GRACE_S):
+                result = await self.tools.run(request)
+        except TimeoutError as error:
+            raise DeadlineError(f"no tool result within {deadline + GRACE_S:g} s") from error
+        if result.call_id != call.id:
+            raise CodeEnvError(f"requested call {call.id}, got the result of {result.call_id}")
+        return result
+
+
+def failure_of(error: InfrastructureError | OSError) -> Failure:
+    """The error as a Failure with the error's name."""
+    name = error.name if isinstance(error, InfrastructureError) else "connection"
+    return Failure(name, str(error) or type(error).__name__)
+
+
+# --------------------------------------------------------------------------- the token loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +194,10 @@ async def run_trajectory(
     observer: Observer | None = None,
     prompt_ids: Sequence[int] | None = None,
 ) -> Trajectory:
-    """Roll one problem out. `prompt_ids` replaces the problem's own prompt (chat follow-ups)."""
+    """Run one rollout. `prompt_ids` replaces the problem's own prompt (follow-ups in a chat)."""
     start = tuple(template.prompt_ids(problem) if prompt_ids is None else prompt_ids)
-    calls = CallRunner(tools, agent, reporter(observer, template.tool_text))
-    rollout = _Rollout(id, seed, start, generator, calls, template, agent, spec, observer)
+    calls = CallRunner(tools, agent, result_reporter(observer, template.tool_text))
+    rollout = _TokenLoop(id, seed, start, generator, calls, template, agent, spec, observer)
     started_at, clock = time.time(), time.perf_counter()
     try:
         stop = await rollout.run()
@@ -151,8 +221,8 @@ async def run_trajectory(
 
 
 @dataclass(slots=True)
-class _Rollout:
-    """The growing state of one trajectory."""
+class _TokenLoop:
+    """One trajectory while it grows."""
 
     id: str
     seed: int
@@ -190,7 +260,7 @@ class _Rollout:
         generated = time.perf_counter()
         text = self.template.turn_text(generation.token_ids)
         parsed = parse_turn(text, turn_id=f"{self.id}/{index}", max_calls=self.agent.calls_per_turn)
-        self._note(index, text, parsed)
+        self._record_text(index, text, parsed)
         stop = self._stop_before_tools(index, generation, parsed)
         results: list[ToolResult] = []
         response: tuple[int, ...] = ()
@@ -241,20 +311,20 @@ class _Rollout:
         _check(generation, sampling)
         return generation
 
-    def _note(self, index: int, text: str, parsed: ParsedTurn) -> None:
-        """Keep what people and the reward will want to know of a turn's text."""
+    def _record_text(self, index: int, text: str, parsed: ParsedTurn) -> None:
+        """Keep the text, the answer and the count of answer tags; notify the observer."""
         self.text.append(text)
         self.answer_tags += parsed.answer_tags
         if last_answer(text) is not None:
             self.answer = answer_of(text)
         if self.observer is not None:
-            self.observer(Sampled(index, text))
+            self.observer(TurnSampled(index, text))
 
     def _stop_before_tools(
         self, index: int, generation: Generation, parsed: ParsedTurn
     ) -> StopReason | None:
         if generation.finish is Finish.CANCELLED:
-            self.failure = Failure("cancelled", "the engine gave the request up")
+            self.failure = Failure("cancelled", "the engine cancelled the request")
             return StopReason.CANCELLED
         if generation.finish is Finish.LENGTH:
             return StopReason.MAX_LENGTH
@@ -287,12 +357,12 @@ class _Rollout:
 
 
 def _check(generation: Generation, sampling: Sampling) -> None:
-    """Refuse an answer that lacks what training needs (Invariant 2): the engine is at fault."""
+    """Refuse a generation that lacks what training needs (Invariant 2)."""
     count = len(generation.token_ids)
     if generation.finish is not Finish.CANCELLED and count == 0:
         raise EngineError("the engine sampled nothing")
     if count > sampling.max_new_tokens:
-        raise EngineError(f"the engine sampled {count} tokens, asked {sampling.max_new_tokens}")
+        raise EngineError(f"the engine sampled {count} tokens, limit {sampling.max_new_tokens}")
     if len(generation.logprobs) != count or sum(n for _, n in generation.versions) != count:
         raise EngineError("the engine must give one logprob and one weight version per token")
     if not all(math.isfinite(value) for value in generation.logprobs):
@@ -302,8 +372,8 @@ def _check(generation: Generation, sampling: Sampling) -> None:
 
 
 async def _release(generator: Generator, session: str) -> None:
-    """Let the engine free the session's cache, whatever happens to this task meanwhile."""
-    task = asyncio.ensure_future(_release_in_time(generator, session))
+    """Release the session on the engine, even if this task is cancelled during the release."""
+    task = asyncio.ensure_future(_release_with_deadline(generator, session))
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
@@ -315,9 +385,9 @@ async def _release(generator: Generator, session: str) -> None:
     task.result()
 
 
-async def _release_in_time(generator: Generator, session: str) -> None:
+async def _release_with_deadline(generator: Generator, session: str) -> None:
     try:
         async with asyncio.timeout(RELEASE_DEADLINE_S):
             await generator.release(session)
-    except (InfrastructureError, OSError, TimeoutError) as error:  # nothing is left to be freed
+    except (InfrastructureError, OSError, TimeoutError) as error:  # the rollout has ended
         log.warning("session %s could not be released: %r", session, error)

@@ -1,8 +1,8 @@
-"""Text of one assistant turn -> tool calls and answer tags. Pure, total, no tokenizer.
+"""Text of one assistant turn -> tool calls and answer tags. Pure; needs no tokenizer.
 
-The grammar is Hermes': `<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>`. Nothing
-the model writes can raise here: text that cannot become a call becomes a ToolCall with `error`
-and a `message` that tells the model what to write instead. What counts as what:
+The format is that of Hermes: `<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>`. No
+text can make the parser raise: an invalid call becomes a ToolCall with `error` and a `message` that
+tells the model what to write instead. The outcomes:
 
 | the model wrote                                  | outcome        |
 |--------------------------------------------------|----------------|
@@ -13,7 +13,7 @@ and a `message` that tells the model what to write instead. What counts as what:
 | a call inside <answer>                           | BAD_ARGUMENTS  |
 | calls beyond the limit of a turn (one for all)   | BAD_ARGUMENTS  |
 
-Invariants: calls come in the order of the text; at most `max_calls` of them are executable and at
+Invariants: calls are in the order of the text; at most `max_calls` of them are executable and at
 most `max_calls + 1` are returned; ids are unique and a function of the turn and the call's own
 text, so that executing one twice can never return another call's result.
 """
@@ -41,7 +41,7 @@ _SPACE = re.compile(r"\s*")
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
-    """What one turn asks for. No calls means that the rollout ends here."""
+    """The tool calls and answer tags of one turn. Without a call the rollout ends."""
 
     calls: tuple[ToolCall, ...]
     answer_tags: int
@@ -50,7 +50,7 @@ class ParsedTurn:
 
 
 class _Refused(Exception):
-    """Internal: why a piece of text is not a call."""
+    """Internal: why a text is not a valid call."""
 
     def __init__(self, outcome: Outcome, message: str, name: str = "") -> None:
         super().__init__(message)
@@ -85,7 +85,7 @@ def parse_turn(text: str, *, turn_id: str, max_calls: int) -> ParsedTurn:
 
 
 def count_answer_tags(text: str) -> int:
-    """How many answers were opened; RoC's p_format penalises none and more than one."""
+    """The number of <answer> tags; RoC's p_format penalises none and more than one."""
     return text.count(ANSWER_OPEN)
 
 
@@ -137,7 +137,7 @@ def _inside_answer(text: str, position: int) -> bool:
 def _scan(text: str, body: int) -> tuple[int, Any, _Refused | None]:
     """Decode the JSON at `body`; return where the call ends, its value and why it is refused.
 
-    JSON is decoded before the closing tag is looked for: code may hold "</tool_call>" in a string.
+    The JSON is decoded before searching for the closing tag: code may contain "</tool_call>".
     """
     start = _space(text, body)
     try:

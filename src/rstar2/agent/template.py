@@ -1,18 +1,18 @@
 """Messages -> token ids, such that a trajectory's tokens stay the model's own (Invariant 1).
 
-A prompt is tokenised once; after that ids are only ever appended: what the model sampled, as it
-sampled it, then `response_ids` (everything between its end-of-turn token and the next token it
-samples). Nothing sampled is decoded and encoded again. For turns that a tokenizer would itself
-have produced, the concatenation equals the tokenised rendering of the whole conversation; where
-they differ (the model spelt a word with other tokens), the ids win.
+A prompt is tokenised once; after that ids are only appended: the sampled ids unchanged, then
+`response_ids` (everything between the end-of-turn token and the next sampled token). Sampled ids
+are never decoded and encoded again. For turns that the tokenizer would itself have produced, the
+concatenation equals the tokenised rendering of the whole conversation; where they differ (the model
+sampled other tokens for the same text), the sampled ids are kept.
 
-How any chat template is supported: it is rendered once with markers in place of the contents, and
-the text between the markers becomes the frame of a prompt and of a continuation. Tokenizers that
-know ChatML get CHAT_TEMPLATE whatever they came with (theirs may drop reasoning from the history);
-others keep their own template, with the tool signatures as part of the system text.
+Any chat template works: it is rendered once with markers in place of the contents, and the text
+between the markers becomes the frame of a prompt and of a continuation. Tokenizers with the ChatML
+tokens always get CHAT_TEMPLATE (their own may drop reasoning from the history); others keep their
+own template, with the tool signatures in the system text.
 
-A turn that ended without an end-of-turn token (an engine stopped by other means) is closed by us:
-the token is put in front of the response, masked out like the rest of it.
+If a turn has no end-of-turn token (the engine stopped for another reason), the token is put in
+front of the response, masked out like the rest of it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rstar2.agent.outputs import tool_text
 from rstar2.agent.prompts import (
     CHAT_TEMPLATE,
     INSTRUCTION,
@@ -30,6 +29,7 @@ from rstar2.agent.prompts import (
     SYSTEM,
     TOOL,
     system_text,
+    tool_text,
 )
 from rstar2.config import TemplateConfig
 from rstar2.errors import InvariantError, UserError
@@ -38,11 +38,11 @@ from rstar2.types import Conversation, Message, Problem, ToolCall, ToolResult
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["CHAT_TEMPLATE", "TOOL", "Response", "Template", "settings_of"]
+__all__ = ["CHAT_TEMPLATE", "TOOL", "Continuation", "Template", "settings_of"]
 
 CHATML = ("<|im_start|>", "<|im_end|>")
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
-"""Base models end a text with these even where a chat model has its own end-of-turn token."""
+"""Base models end a text with these tokens even if there is a separate end-of-turn token."""
 RESPONSE_TAGS = ("<tool_response>", "</tool_response>")
 SETTINGS = "rstar2_template"
 """Key of tokenizer_config.json under which a checkpoint keeps its TemplateConfig."""
@@ -51,8 +51,8 @@ CHARS_PER_TOKEN = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Response:
-    """What is appended after a turn: ids for the model, the same as text for people."""
+class Continuation:
+    """What is appended after a turn, as ids and as text."""
 
     text: str
     ids: tuple[int, ...]
@@ -60,7 +60,7 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class _Frames:
-    """Text around the contents, as a chat template writes it."""
+    """The text that a chat template puts around the contents."""
 
     before_user: str
     after_user: str
@@ -73,14 +73,14 @@ class _Frames:
 class Template:
     """Builds prompts and continuations for one tokenizer; cheap to call, safe to share.
 
-    The tokenizer carries the chat template and these settings from then on: whoever saves it with
-    a checkpoint saves what the policy was trained with.
+    The chat template and these settings are stored in the tokenizer, so that a checkpoint saved
+    with it records what the policy was trained with.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, config: TemplateConfig) -> None:
         self.tokenizer = tokenizer
         self.config = config
-        if getattr(tokenizer, "backend_tokenizer", None) is None:
+        if not tokenizer.is_fast:
             raise UserError("the tokenizer has no tokenizer.json: convert it to a fast tokenizer")
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
@@ -108,7 +108,7 @@ class Template:
     # ----------------------------------------------------------------- prompts
 
     def prompt_messages(self, problem: Problem) -> tuple[Message, ...]:
-        """The messages of a fresh rollout; `self.tools` are the signatures that go with them."""
+        """The messages of a new rollout; `self.tools` are the tool signatures that go with them."""
         user = self._neutral(problem.prompt.strip())
         if self.config.instruction == "paper":
             user = INSTRUCTION.format(problem=user)
@@ -116,7 +116,7 @@ class Template:
         return (Message("system", SYSTEM), *messages) if self.config.system == "paper" else messages
 
     def prompt_ids(self, problem: Problem) -> tuple[int, ...]:
-        """The prompt with the header of the first turn and, if asked for, the open `<reason>`."""
+        """The prompt with the header of the first turn and, if configured, the open `<reason>`."""
         user = self.prompt_messages(problem)[-1].content
         prefill = REASON_OPEN if self.config.prefill_reason else ""
         frames = self._frames
@@ -142,36 +142,36 @@ class Template:
         *,
         limit: int | None = None,
         closed: bool = True,
-    ) -> Response:
-        """Tool results as a user turn; `limit` caps their tokens, shared evenly between them."""
+    ) -> Continuation:
+        """Tool results as a user turn; `limit` caps their tokens, divided evenly between them."""
         if [result.call_id for result in results] != [call.id for call in calls]:
             raise InvariantError("tool results do not belong to the calls of this turn")
         share = None if limit is None else max(1, limit // max(1, len(results)))
         blocks = [self._block(self.tool_text(result), share) for result in results]
         return self._continuation("\n".join(blocks), closed)
 
-    def follow_up(self, text: str, *, closed: bool = True) -> Response:
-        """A further message of the user, in a chat, and the header of the next turn."""
+    def follow_up(self, text: str, *, closed: bool = True) -> Continuation:
+        """The next user message of a chat and the header of the next turn."""
         return self._continuation(self._neutral(text.strip()), closed)
 
     def tool_text(self, result: ToolResult) -> str:
-        """What the model reads for one result; control tokens in it are made harmless."""
+        """The text of one result for the model, with control tokens in it neutralised."""
         return self._neutral(tool_text(result))
 
     def _block(self, text: str, limit: int | None) -> str:
         body = text if limit is None else self._cut(text, limit)
         return f"{RESPONSE_TAGS[0]}\n{body}\n{RESPONSE_TAGS[1]}"
 
-    def _continuation(self, content: str, closed: bool) -> Response:
+    def _continuation(self, content: str, closed: bool) -> Continuation:
         text = f"{self._frames.between}{content}{self._frames.after_response}"
         if closed:
-            return Response(text, self._encode_after_end(text))
-        return Response(
+            return Continuation(text, self._encode_after_end(text))
+        return Continuation(
             self._frames.end_of_turn + text, (self._end_id, *self._encode_after_end(text))
         )
 
     def _cut(self, text: str, limit: int) -> str:
-        """Cut the middle out of a text until it has at most `limit` tokens."""
+        """Remove the middle of a text until it has at most `limit` tokens."""
         if len(text.encode("utf-8", "replace")) < limit:  # a token is a byte or more, or a space
             return text
         spare = limit * CHARS_PER_TOKEN
@@ -198,8 +198,8 @@ class Template:
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Ids and mask of an SFT example: 1 on assistant tokens and their end-of-turn token.
 
-        Encoded in the pieces a rollout would see (header and prefilled tag apart from what the
-        model has to say), so that SFT teaches exactly the tokens that sampling starts from.
+        Encoded in the same parts as a rollout (header and prefilled tag separate from the
+        assistant's text), so that SFT teaches exactly the tokens that sampling starts from.
         """
         messages, contents, trained = [], [], []
         for message in _merge_tool_messages(conversation.messages):
@@ -231,17 +231,17 @@ class Template:
     # ----------------------------------------------------------------- ids and text
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Text to ids; control tokens spelt in it are recognised, none are added."""
+        """Text to ids; control tokens in the text are recognised, none are added."""
         return tuple(self._backend.encode(text, add_special_tokens=False).ids)
 
     def encode_turn(self, text: str) -> tuple[int, ...]:
-        """An assistant turn as the tokenizer would spell it, with its end-of-turn token."""
-        # Some tokenizers put a space before the first word of a text; a turn begins no text.
+        """An assistant turn as the tokenizer encodes it, with its end-of-turn token."""
+        # Some tokenizers add a space before the first word of a text; a turn is not its beginning.
         ids = self._encode_after_end(text) if self._spaced else self.encode(text)
         return (*ids, self._end_id)
 
     def _encode_after_end(self, text: str) -> tuple[int, ...]:
-        """Encode text that follows an end-of-turn token, which may swallow white space."""
+        """Encode text that follows an end-of-turn token, which may absorb white space."""
         return self.encode(self._frames.end_of_turn + text)[1:]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -254,7 +254,7 @@ class Template:
         return self.decode(ids[:-1] if closed else ids)
 
     def _neutral(self, text: str) -> str:
-        """Break up control tokens in foreign text, so that it cannot forge a turn."""
+        """Split control tokens in untrusted text, so that it cannot forge a turn."""
         return self._specials.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
     # ----------------------------------------------------------------- rendering
@@ -280,7 +280,7 @@ class Template:
     def _for_own_template(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> list[Message]:
-        """Put the tool signatures into the system text, and that into the user's if it must be."""
+        """Put tool signatures into the system text, or into the user text without a system role."""
         rest = list(messages)
         system = rest.pop(0).content if rest and rest[0].role == "system" else ""
         system = system_text(system, tools) if tools else system
@@ -291,7 +291,7 @@ class Template:
         return [Message(rest[0].role, f"{system}\n\n{rest[0].content}"), *rest[1:]]
 
     def _renders_system(self) -> bool:
-        """Whether the template knows the system role (some refuse it, some drop it)."""
+        """Whether the template renders the system role (some reject it, some drop it)."""
         if self.chatml:
             return True
         from jinja2 import TemplateError
@@ -314,10 +314,10 @@ class Template:
         turns = (*opening, Message("assistant", reply), Message("user", response))
         whole = self._render(turns, self.tools, add_generation_prompt=True)
         between, after_response = _split(_split(whole, reply)[1], response)
-        found = self._specials.search(between)
-        if found is None:
+        end = self._specials.search(between)
+        if end is None:
             raise UserError("the chat template ends no assistant turn with a special token")
-        return _Frames(before, after, found[0], between[found.end() :], after_response)
+        return _Frames(before, after, end[0], between[end.end() :], after_response)
 
     def _single_id(self, token: str) -> int:
         ids = self.encode(token)
@@ -327,7 +327,7 @@ class Template:
 
 
 def settings_of(tokenizer: PreTrainedTokenizerFast) -> TemplateConfig | None:
-    """The settings that a checkpoint's tokenizer was saved with; None if it is not one of ours."""
+    """The settings saved with a checkpoint's tokenizer; None if rstar2 did not save it."""
     settings = tokenizer.init_kwargs.get(SETTINGS)
     return None if settings is None else TemplateConfig.model_validate(settings)
 
@@ -337,8 +337,8 @@ def _marker(index: int) -> str:
 
 
 def _split(text: str, marker: str) -> tuple[str, str]:
-    before, found, after = text.partition(marker)
-    if not found:
+    before, separator, after = text.partition(marker)
+    if not separator:
         raise UserError(f"the chat template does not render {marker!r} as it is given")
     return before, after
 
@@ -356,7 +356,7 @@ def _special_pattern(tokenizer: PreTrainedTokenizerFast) -> re.Pattern[str]:
 
 
 def _merge_tool_messages(messages: Sequence[Message]) -> list[Message]:
-    """Write role `tool` as what it is rendered to: a user turn with one block per message."""
+    """Rewrite `tool` messages as they are rendered: a user turn with one block per message."""
     merged: list[Message] = []
     previous = ""
     for message in messages:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 from rich.console import Console
 
-from rstar2.agent.loop import Event, Returned, RolloutSpec, run_trajectory
+from rstar2.agent.loop import LoopEvent, RolloutSpec, ToolReturned, run_trajectory
 from rstar2.agent.template import Template, settings_of
 from rstar2.cli.painter import Painter
 from rstar2.codeenv.client.client import CodeEnvClient
@@ -29,7 +29,7 @@ from rstar2.errors import UserError
 from rstar2.types import Generation, Message, Problem, Sampling, StopReason, Trajectory, encode
 
 if TYPE_CHECKING:
-    from rstar2.agent.dialogue import Dialogue
+    from rstar2.agent.chat_loop import ChatLoop
     from rstar2.engine.embedded import EmbeddedEngine
 
 progress = Console(stderr=True, markup=False, highlight=False)
@@ -312,25 +312,25 @@ def _settings(saved: TemplateConfig | None, system: str) -> TemplateConfig:
 class EndpointSpeaker:
     """A conversation with an endpoint that speaks text."""
 
-    def __init__(self, dialogue: Dialogue, config: TemplateConfig, options: Options) -> None:
-        self._dialogue, self._config, self._options = dialogue, config, options
+    def __init__(self, chat_loop: ChatLoop, config: TemplateConfig, options: Options) -> None:
+        self._chat_loop, self._config, self._options = chat_loop, config, options
         self._painter = None if options.as_json else Painter(Console())
         if self._painter is not None:
-            dialogue.on_text = self._painter.feed
-        dialogue.observer = _observer(self._painter, end_turns=True)
+            chat_loop.on_text = self._painter.feed
+        chat_loop.observer = _observer(self._painter, end_turns=True)
         self._count = 0
 
     async def say(self, text: str) -> Trajectory:
-        from rstar2.agent.dialogue import opening
+        from rstar2.agent.chat_loop import opening_messages
 
         problem = Problem(f"chat-{self._count}", text, "")
         if self._count == 0:
-            self._dialogue.messages.extend(opening(problem, self._config))
+            self._chat_loop.messages.extend(opening_messages(problem, self._config))
         else:
-            self._dialogue.messages.append(Message("user", text))
+            self._chat_loop.messages.append(Message("user", text))
         id = f"chat/{self._count}"
         self._count += 1
-        return await self._dialogue.run(problem, id=id, group_id="chat", seed=self._options.seed)
+        return await self._chat_loop.run(problem, id=id, group_id="chat", seed=self._options.seed)
 
 
 async def _endpoint(
@@ -342,23 +342,23 @@ async def _endpoint(
     options: Options,
     system: str,
 ) -> EndpointSpeaker:
-    from rstar2.agent.dialogue import Dialogue
+    from rstar2.agent.chat_loop import ChatLoop
     from rstar2.engine.openai import OpenAIChat
 
     model = await stack.enter_async_context(OpenAIChat(url, model=served, api_key=api_key))
-    dialogue = Dialogue(
+    chat_loop = ChatLoop(
         model, tools, AgentConfig(), options.sampling, [], options.max_length, options.max_turns
     )
-    return EndpointSpeaker(dialogue, _settings(None, system), options)
+    return EndpointSpeaker(chat_loop, _settings(None, system), options)
 
 
-def _observer(painter: Painter | None, *, end_turns: bool = False) -> Callable[[Event], None]:
+def _observer(painter: Painter | None, *, end_turns: bool = False) -> Callable[[LoopEvent], None]:
     """Shows what came back from the tool; an endpoint's turns also end here."""
 
-    def observe(event: Event) -> None:
+    def observe(event: LoopEvent) -> None:
         if painter is None:
             return
-        if isinstance(event, Returned):
+        if isinstance(event, ToolReturned):
             painter.feed(f"<tool_response>\n{event.text}\n</tool_response>")
             painter.end()
         elif end_turns:

@@ -16,7 +16,7 @@ import typer
 from rstar2.errors import UserError
 
 if TYPE_CHECKING:
-    from rstar2.agent.pieces import Pieces
+    from rstar2.agent.detokenizer import Detokenizer
     from rstar2.entropy.classes import Token
     from rstar2.entropy.page import Heat
     from rstar2.entropy.sources import Exact, Sample
@@ -155,18 +155,18 @@ class _Job:
         self.heats += _heats(label, sample, tokens[:HEATS])
         return analyse(label, tokens)
 
-    def _pieces(self, directory: Path | None = None) -> Pieces:
-        from rstar2.agent.pieces import Pieces, find_tokenizer
+    def _pieces(self, directory: Path | None = None) -> Detokenizer:
+        from rstar2.agent.detokenizer import Detokenizer, find_tokenizer
         from rstar2.record import read_recipe
 
         if directory is not None:
-            return Pieces(directory / "tokenizer.json")
-        return Pieces(find_tokenizer(self.target, read_recipe(self.target)))
+            return Detokenizer(directory / "tokenizer.json")
+        return Detokenizer(find_tokenizer(self.target, read_recipe(self.target)))
 
 
 def _heats(label: str, sample: Sample, tokens: list[list[Token]]) -> list[Heat]:
     """The first rollouts of a sample, as many as there are tokens of, on one scale."""
-    from rstar2.agent.outputs import tool_text
+    from rstar2.agent.prompts import tool_text
     from rstar2.entropy.page import Heat, pieces
 
     scale = max((t.entropy for part in tokens for t in part), default=1.0)

@@ -11,7 +11,7 @@ import typer
 from rstar2.errors import UserError
 
 if TYPE_CHECKING:
-    from rstar2.rollout.simulate.compare import PolicyResult
+    from rstar2.rollout.simulate.compare import PolicyResult, TargetCheck
     from rstar2.rollout.simulate.workload import Workload
 
 ABOUT = """
@@ -91,9 +91,7 @@ def simulate(
         ComparisonCase,
         check_targets,
         run_cases,
-        table,
     )
-    from rstar2.rollout.simulate.compare import details as all_figures
     from rstar2.rollout.simulate.workload import SHAPES
 
     chosen = POLICIES if policies == "all" else tuple(policies.split(","))
@@ -115,24 +113,36 @@ def simulate(
                 _write_timelines(draw_workload(SHAPES[name], seed, scale=scale), chosen, timeline)
     checks = check_targets(results)
     if json:
-        import msgspec
-
-        rows = [asdict(result) | {"ratio": result.ratio} for result in results]
-        verdicts = [asdict(target) | {"missed": target.missed} for target in checks]
-        ok = not any(target.missed for target in checks)
-        typer.echo(msgspec.json.encode({"rows": rows, "verdicts": verdicts, "ok": ok}).decode())
+        _print_json(results, checks)
     else:
-        typer.echo(table(results))
-        if details:
-            typer.echo("\n" + all_figures(results))
-        for target in checks:
-            for missed in target.missed:
-                typer.echo(f"target missed in {target.workload}: {missed}")
+        _print_tables(results, checks, all_figures=details)
     if check and any(target.missed for target in checks):
         raise typer.Exit(1)
 
 
 simulate.__doc__ = "Compare scheduling policies on simulated engines.\n" + ABOUT
+
+
+def _print_json(results: list[PolicyResult], checks: list[TargetCheck]) -> None:
+    import msgspec
+
+    rows = [asdict(result) | {"ratio": result.ratio} for result in results]
+    verdicts = [asdict(target) | {"missed": target.missed} for target in checks]
+    ok = not any(target.missed for target in checks)
+    typer.echo(msgspec.json.encode({"rows": rows, "verdicts": verdicts, "ok": ok}).decode())
+
+
+def _print_tables(
+    results: list[PolicyResult], checks: list[TargetCheck], *, all_figures: bool
+) -> None:
+    from rstar2.rollout.simulate.compare import details, table
+
+    typer.echo(table(results))
+    if all_figures:
+        typer.echo("\n" + details(results))
+    for target in checks:
+        for missed in target.missed:
+            typer.echo(f"target missed in {target.workload}: {missed}")
 
 
 def _known(what: str, given: tuple[str, ...], valid: tuple[str, ...]) -> None:

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rstar2.agent.calls import ToolRunner
-from rstar2.agent.dialogue import ChatModel, Dialogue, opening
-from rstar2.agent.loop import RolloutSpec
+from rstar2.agent.chat_loop import ChatLoop, ChatModel, opening_messages
+from rstar2.agent.loop import RolloutSpec, ToolRunner
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.config import AgentConfig, Recipe, SchedulerConfig, TemplateConfig
 from rstar2.engine.base import Engine
@@ -131,16 +130,16 @@ class EndpointAnswerer:
     async def answer(self, task: Task, spec: RolloutSpec) -> tuple[Trajectory, int]:
         for attempt in range(1, self.agent.retries + 2):
             model = MeteredChat(self.model, spec.max_length)
-            dialogue = Dialogue(
+            chat_loop = ChatLoop(
                 model,
                 self.tools,
                 self.agent,
                 spec.sampling,
-                opening(task.problem, self.template),
+                opening_messages(task.problem, self.template),
                 spec.max_length,
                 spec.max_turns,
             )
-            trajectory = await dialogue.run(
+            trajectory = await chat_loop.run(
                 task.problem,
                 id=f"{task.group_id}/{task.sample}~{attempt}",
                 group_id=task.group_id,

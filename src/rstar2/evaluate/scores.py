@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rstar2.evaluate.metrics import at_least_one, bootstrap, mean, ratio, shares
-from rstar2.reward.literals import as_choice, as_integer
+from rstar2.reward.grade import as_choice, as_integer
 from rstar2.types import Estimate, Outcome, Problem, StopReason, Trajectory
 
 _NOISE = re.compile(r"\\(?:left|right|!|,|;|:| )|\s+|\$|\.$")

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from rstar2.agent.outputs import tool_text
 from rstar2.agent.parser import TOOL_NAME
+from rstar2.agent.prompts import tool_text
 from rstar2.codeenv.jail import frames, runner
 from rstar2.errors import DataError
 from rstar2.types import Conversation, Message, Outcome, Problem, ToolResult

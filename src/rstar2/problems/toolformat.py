@@ -14,7 +14,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 
-from rstar2.agent.outputs import tool_text
+from rstar2.agent.prompts import tool_text
 from rstar2.problems.arithmetic import (
     ANSWER_HEAD,
     ANSWER_TAIL,

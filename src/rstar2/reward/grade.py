@@ -1,10 +1,12 @@
 """Trajectory -> Reward: 1 if the boxed content of its last <answer> equals the truth, else 0.
 
-Nothing else enters: no shaping, no partial credit. Decisions where the paper leaves room:
+There is no shaping and no partial credit. Integers and choices are compared in this process;
+mathematical equivalence runs in the code environment, which can stop it (`math_equal.py`).
+Decisions that the paper leaves open:
 
 - no <answer>, or no \\boxed{} in it: reward 0;
-- cut by the length limit: reward 0, whatever it holds (the paper keeps truncated rollouts at 0);
-- stopped by infrastructure: returned as it is, without a reward;
+- cut by the length limit: reward 0 even with a right answer (as in the paper);
+- stopped by an infrastructure failure: returned unchanged, without a reward;
 - the grader died, timed out or raised: a Failure named `grader...`, never a 0.
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -19,17 +22,61 @@ from typing import Protocol
 
 from rstar2.codeenv.protocol import VerifyRequest, VerifyResult
 from rstar2.errors import DataError, InfrastructureError
-from rstar2.reward.literals import as_choice, as_integer, choice_equal, integer_equal
 from rstar2.types import Failure, Problem, Reward, StopReason, Trajectory
 
 GRACE_S = 5.0
-"""How much later than the client's own deadline the grader gives up on it."""
+"""The grader waits this much longer than the client's own deadline."""
 MAX_ANSWER_CHARS = 2000
-"""A longer answer is wrong: no truth is near that length, and parsing it could take minutes."""
+"""Longer answers are wrong: no truth is that long, and parsing could take minutes."""
+
+
+# --------------------------------------------------------------------------- integers and choices
+
+_SEPARATOR = r"(?:,|\{,\}|\\[,!;: ]|~|\s)+"
+_INTEGER = re.compile(
+    rf"(?P<sign>[+-]?)\s*(?P<digits>[0-9]+|[0-9]{{1,3}}(?:{_SEPARATOR}[0-9]{{3}})+)(?:\.0*)?"
+)
+_CHOICE = re.compile(r"[({\[]?\s*([A-Ja-j])\s*[)}\].:]*")
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
+
+
+def as_integer(text: str) -> str | None:
+    """An integer literal in canonical form ("-12"), of any size; None if it is anything else.
+
+    Accepts common notation around integers: $...$, thousands separators, spaces, "7.0".
+    """
+    bare = text.replace("\u2212", "-").strip().removeprefix("$").removesuffix("$").strip()
+    match = _INTEGER.fullmatch(bare)
+    if match is None:
+        return None
+    digits = "".join(c for c in match["digits"] if c.isdigit()).lstrip("0") or "0"
+    return f"-{digits}" if match["sign"] == "-" and digits != "0" else digits
+
+
+def integer_equal(answer: str, truth: str) -> bool:
+    """Whether both are integer literals of the same value."""
+    left, right = as_integer(answer), as_integer(truth)
+    return left is not None and left == right
+
+
+def as_choice(text: str) -> str | None:
+    """The letter of a multiple-choice answer: "C", "(c)", "\\text{C}." -> "C"."""
+    bare = _TEXT.sub(r"\1", text.strip().strip("$")).strip()
+    match = _CHOICE.fullmatch(bare)
+    return match[1].upper() if match else None
+
+
+def choice_equal(answer: str, truth: str) -> bool:
+    """Whether both name the same letter."""
+    left, right = as_choice(answer), as_choice(truth)
+    return left is not None and left == right
+
+
+# --------------------------------------------------------------------------- graders
 
 
 class Verifier(Protocol):
-    """The one method of the code environment's client that grading needs."""
+    """The method of the code environment's client that grading needs."""
 
     async def verify(self, request: VerifyRequest) -> VerifyResult: ...
 
@@ -39,15 +86,15 @@ class Grader:
     """How answers of one kind are checked."""
 
     in_process: Callable[[str, str], bool | None]
-    """(answer, truth) -> verdict, at once; None leaves it to `function`."""
+    """(answer, truth) -> verdict without I/O; None: `function` decides."""
     readable: Callable[[str], object | None]
-    """truth -> anything but None if it is well-formed for this grader."""
+    """truth -> None if this grader cannot read it."""
     function: str | None = None
     """Name in the code environment's table of trusted functions."""
 
 
 def _math_fast_path(answer: str, truth: str) -> bool | None:
-    """Settle what needs no algebra: equal text, and two integers."""
+    """Decide what needs no algebra: equal texts and pairs of integers."""
     if answer.strip() == truth.strip():
         return True
     left, right = as_integer(answer), as_integer(truth)
@@ -63,7 +110,7 @@ GRADERS = {
 
 
 def check_gold(problem: Problem) -> None:
-    """Refuse a problem that no answer could ever satisfy; called when problems are loaded."""
+    """Refuse a problem that no answer can satisfy; called when problems are loaded."""
     grader = GRADERS.get(problem.grader)
     if grader is None:
         known = ", ".join(sorted(GRADERS))
@@ -78,7 +125,7 @@ def check_gold(problem: Problem) -> None:
 async def rejected_golds(
     problems: Iterable[Problem], verifier: Verifier, deadline_s: float
 ) -> list[tuple[Problem, str]]:
-    """Problems whose truth is not accepted as their own answer by the pool, each with why."""
+    """Problems whose own truth is not accepted as an answer, each with the reason."""
 
     async def check(problem: Problem) -> str | None:
         grader = GRADERS[problem.grader]
@@ -117,10 +164,10 @@ async def grade(
 async def judge(
     answer: str, problem: Problem, verifier: Verifier, deadline_s: float, *, id: str
 ) -> bool | Failure:
-    """Whether one answer is right, or why that could not be found out."""
+    """Whether one answer is right, or the Failure of the grader."""
     grader = GRADERS.get(problem.grader)
     if grader is None:
-        return Failure("grader_unknown", f"no grader {problem.grader!r}")
+        return Failure("grader_unknown", f"there is no grader {problem.grader!r}")
     if len(answer) > MAX_ANSWER_CHARS:
         return False
     verdict = grader.in_process(answer, problem.answer)
@@ -132,7 +179,7 @@ async def judge(
 async def _verify(
     id: str, function: str, answer: str, truth: str, verifier: Verifier, deadline_s: float
 ) -> bool | Failure:
-    # The id covers the contents: the pool answers a repeated id from memory.
+    # The id includes the contents, because the pool caches results by id.
     digest = hashlib.blake2b(f"{answer}\x1f{truth}".encode("utf-8", "replace"), digest_size=8)
     request = VerifyRequest(
         id=f"{id}/grade-{digest.hexdigest()}",
@@ -151,5 +198,7 @@ async def _verify(
     if result.error is not None:
         return Failure(f"grader_{result.error}", result.message)
     if result.id != request.id or not isinstance(result.value, bool):
-        return Failure("grader_nonsense", f"asked {request.id}, got {result.id}: {result.value!r}")
+        return Failure(
+            "grader_nonsense", f"requested {request.id}, got {result.id}: {result.value!r}"
+        )
     return result.value

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from rstar2.agent.pieces import Pieces, find_tokenizer
+from rstar2.agent.detokenizer import Detokenizer, find_tokenizer
 from rstar2.errors import UserError
 from rstar2.record import SCHEMA, read_environment, read_recipe
 from rstar2.record.read import FileTail, FollowedRecords, GroupLine, read_at
@@ -60,7 +60,7 @@ class ViewedRun:
         self._status = ""
         self._token_lines: dict[str, tuple[FileTail, dict[int, tuple[int, int]]]] = {}
         self._held: OrderedDict[tuple[int, int, int], GroupLine] = OrderedDict()
-        self._pieces: Pieces | None = None
+        self._pieces: Detokenizer | None = None
 
     def _read_head(self) -> None:
         self.environment = read_environment(self.path)
@@ -187,10 +187,10 @@ class ViewedRun:
         return {values.trajectory_id: values for values in recorded.values}
 
     @property
-    def pieces(self) -> Pieces:
+    def pieces(self) -> Detokenizer:
         """Decodes token ids to text with the run's tokenizer."""
         if self._pieces is None:
-            self._pieces = Pieces(find_tokenizer(self.path, self.recipe))
+            self._pieces = Detokenizer(find_tokenizer(self.path, self.recipe))
         return self._pieces
 
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from rstar2.codeenv.jail import frames, runner
 from rstar2.codeenv.jail.frames import Record
 
-FUNCTIONS: dict[str, str] = {"math": "rstar2.reward.graders:math_equal"}
+FUNCTIONS: dict[str, str] = {"math": "rstar2.reward.math_equal:math_equal"}
 """Public name -> import string."""
 
 

@@ -1,8 +1,8 @@
-"""One rollout against an endpoint that speaks text only: for chat and evaluation, not training.
+"""The agent loop for endpoints that return text only: for chat and evaluation, not for training.
 
-The same parser, tool calls, limits and reasons to stop as in `loop`, over messages instead of
-token ids. The trajectory it returns has turns, calls, results, text and answer, but no tokens:
-lengths are the server's business, and nothing of it can be trained on.
+Parser, tool calls, limits and stop reasons are those of `loop`, with messages instead of token ids.
+The trajectory has turns, calls, results, text and answer, but no tokens: the server enforces the
+length limit, and the trajectory cannot be used for training.
 """
 
 from __future__ import annotations
@@ -12,11 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rstar2.agent.calls import CallRunner, ToolRunner, failure_of
-from rstar2.agent.loop import Observer, Sampled, reporter
-from rstar2.agent.outputs import tool_text
+from rstar2.agent.loop import (
+    CallRunner,
+    Observer,
+    ToolRunner,
+    TurnSampled,
+    failure_of,
+    result_reporter,
+)
 from rstar2.agent.parser import answer_of, parse_turn
-from rstar2.agent.prompts import INSTRUCTION, SYSTEM, TOOL, system_text
+from rstar2.agent.prompts import INSTRUCTION, SYSTEM, TOOL, system_text, tool_text
 from rstar2.config import AgentConfig, SamplingConfig, TemplateConfig
 from rstar2.engine.openai import OnText, Reply
 from rstar2.errors import InfrastructureError
@@ -33,11 +38,11 @@ from rstar2.types import (
 )
 
 CHARS_PER_TOKEN = 4
-"""How long a tool response may be, in characters per allowed token."""
+"""Characters of tool response per allowed token; text endpoints give no token counts."""
 
 
 class ChatModel(Protocol):
-    """The one method of an endpoint that a dialogue needs."""
+    """The method of an endpoint that the chat loop needs."""
 
     async def complete(
         self,
@@ -52,8 +57,8 @@ class ChatModel(Protocol):
     ) -> Reply: ...
 
 
-def opening(problem: Problem, config: TemplateConfig) -> list[Message]:
-    """The messages before the first turn; the tool is described in the system text."""
+def opening_messages(problem: Problem, config: TemplateConfig) -> list[Message]:
+    """The messages before the first turn; the system message describes the tool."""
     user = problem.prompt.strip()
     if config.instruction == "paper":
         user = INSTRUCTION.format(problem=user)
@@ -64,8 +69,8 @@ def opening(problem: Problem, config: TemplateConfig) -> list[Message]:
 
 
 @dataclass(slots=True)
-class Dialogue:
-    """A conversation that grows by the model's turns, tool responses and the user's messages."""
+class ChatLoop:
+    """A conversation of model turns, tool responses and user messages."""
 
     model: ChatModel
     tools: ToolRunner
@@ -80,9 +85,9 @@ class Dialogue:
     text: list[str] = field(default_factory=list)
 
     async def run(self, problem: Problem, *, id: str, group_id: str, seed: int) -> Trajectory:
-        """Take turns until one ends the rollout; `messages` then holds the whole conversation."""
+        """Run turns until one ends the rollout; `messages` then has the whole conversation."""
         self.turns, self.text = [], []
-        calls = CallRunner(self.tools, self.agent, reporter(self.observer, tool_text))
+        calls = CallRunner(self.tools, self.agent, result_reporter(self.observer, tool_text))
         started_at, clock = time.time(), time.perf_counter()
         tags, answer, failure = 0, None, None
         stop: StopReason | None = None
@@ -131,7 +136,7 @@ class Dialogue:
             on_text=self.on_text,
         )
         if self.observer is not None:
-            self.observer(Sampled(len(self.turns), reply.text))
+            self.observer(TurnSampled(len(self.turns), reply.text))
         return reply
 
     def _stop_before_tools(
@@ -165,7 +170,7 @@ class Dialogue:
 
 
 def _cut(text: str, limit: int) -> str:
-    """Cut the middle out of a text of more than `limit` characters."""
+    """Remove the middle of a text that is longer than `limit` characters."""
     if len(text) <= limit:
         return text
     half = limit // 2

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rstar2.agent.dialogue import Dialogue, opening
-from rstar2.agent.loop import Event, Returned, Sampled
+from rstar2.agent.chat_loop import ChatLoop, opening_messages
+from rstar2.agent.loop import LoopEvent, ToolReturned, TurnSampled
 from rstar2.agent.parser import TOOL_NAME
 from rstar2.agent.prompts import INSTRUCTION, SYSTEM
 from rstar2.config import AgentConfig, SamplingConfig, TemplateConfig
@@ -42,47 +42,47 @@ class Endpoint:
 
 def talk(
     lines: Sequence[Reply | str | Exception], tools: ScriptedTools | None = None, turns: int = 5
-) -> tuple[Dialogue, Endpoint, list[Event]]:
+) -> tuple[ChatLoop, Endpoint, list[LoopEvent]]:
     endpoint = Endpoint(lines)
-    events: list[Event] = []
-    dialogue = Dialogue(
+    events: list[LoopEvent] = []
+    chat_loop = ChatLoop(
         endpoint,
         tools or ScriptedTools(),
         AgentConfig(response_tokens=32),
         SamplingConfig(),
-        opening(PROBLEM, TemplateConfig()),
+        opening_messages(PROBLEM, TemplateConfig()),
         max_tokens=100,
         max_turns=turns,
         observer=events.append,
     )
-    return dialogue, endpoint, events
+    return chat_loop, endpoint, events
 
 
-async def run(dialogue: Dialogue) -> Trajectory:
-    return await dialogue.run(PROBLEM, id="d", group_id="g", seed=1)
+async def run(chat_loop: ChatLoop) -> Trajectory:
+    return await chat_loop.run(PROBLEM, id="d", group_id="g", seed=1)
 
 
 def test_the_opening_describes_format_and_tool() -> None:
-    system, user = opening(PROBLEM, TemplateConfig())
+    system, user = opening_messages(PROBLEM, TemplateConfig())
     assert system.content.startswith(SYSTEM)
     assert f'"name": "{TOOL_NAME}"' in system.content
     assert "<|im_" not in system.content
     assert user.content == INSTRUCTION.format(problem=PROBLEM.prompt)
-    compact = opening(PROBLEM, TemplateConfig(system="none", instruction="none"))
+    compact = opening_messages(PROBLEM, TemplateConfig(system="none", instruction="none"))
     assert compact == [Message("user", PROBLEM.prompt)]
 
 
 async def test_call_read_answer() -> None:
-    dialogue, endpoint, events = talk([f"Hm.\n{CALL}", ANSWER])
-    trajectory = await run(dialogue)
+    chat_loop, endpoint, events = talk([f"Hm.\n{CALL}", ANSWER])
+    trajectory = await run(chat_loop)
     assert trajectory.stop is StopReason.ANSWERED
     assert (trajectory.answer, trajectory.answer_tags, trajectory.calls) == ("42", 1, 1)
     assert endpoint.seen[1][-2:] == [
         Message("assistant", f"Hm.\n{CALL}"),
         Message("user", "<tool_response>\nran 6 * 7\n</tool_response>"),
     ]
-    assert [type(event) for event in events] == [Sampled, Returned, Sampled]
-    assert dialogue.messages[-1] == Message("assistant", ANSWER)
+    assert [type(event) for event in events] == [TurnSampled, ToolReturned, TurnSampled]
+    assert chat_loop.messages[-1] == Message("assistant", ANSWER)
 
 
 @pytest.mark.parametrize(
@@ -98,22 +98,22 @@ async def test_call_read_answer() -> None:
 async def test_reasons_to_stop(
     lines: list[Reply | str | Exception], turns: int, stop: StopReason
 ) -> None:
-    dialogue, _, _ = talk(lines, turns=turns)
-    trajectory = await run(dialogue)
+    chat_loop, _, _ = talk(lines, turns=turns)
+    trajectory = await run(chat_loop)
     assert trajectory.stop is stop
     assert (trajectory.failure is not None) == stop.infrastructure
 
 
 async def test_a_dying_tool_server_is_not_shown() -> None:
-    dialogue, endpoint, _ = talk([CALL, ANSWER], ScriptedTools(fail_at=0, error=CodeEnvError("x")))
-    assert (await run(dialogue)).stop is StopReason.TOOL_FAILED
+    chat_loop, endpoint, _ = talk([CALL, ANSWER], ScriptedTools(fail_at=0, error=CodeEnvError("x")))
+    assert (await run(chat_loop)).stop is StopReason.TOOL_FAILED
     assert len(endpoint.seen) == 1
 
 
 async def test_long_output_is_cut_in_the_middle() -> None:
     tools = ScriptedTools(lambda r: ToolResult(r.id, Outcome.OK, stdout="a" * 5000 + "z"))
-    dialogue, endpoint, _ = talk([CALL, ANSWER], tools)
-    await run(dialogue)
+    chat_loop, endpoint, _ = talk([CALL, ANSWER], tools)
+    await run(chat_loop)
     shown = endpoint.seen[1][-1].content
     assert len(shown) < 32 * 4 + 60
     assert "[...]" in shown

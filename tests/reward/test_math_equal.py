@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from rstar2.reward.graders import math_equal
-from rstar2.reward.literals import as_integer, integer_equal
+from rstar2.reward.grade import as_integer, integer_equal
+from rstar2.reward.math_equal import math_equal
 
 
 @pytest.fixture(scope="module")

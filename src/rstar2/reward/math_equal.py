@@ -1,11 +1,11 @@
-"""Mathematical equivalence. No torch; imported by the code environment's pool, once, to be warm.
+"""Mathematical equivalence of two LaTeX texts, by math-verify. Runs in the code environment.
 
-math-verify's own time-outs are signals: they work in no thread and stop no C code. They are off
-here; whoever calls `math_equal` must be able to kill it (the pool does). So it must not be called
-from the event loop or a thread: comparing with 9^{9^{9^9}} never ends.
+math-verify's own time-outs use signals, which work only in the main thread and do not stop C code,
+so they are off here. The caller must be able to kill `math_equal`, as the code environment does;
+never call it from the event loop or a thread: comparing with 9^{9^{9^9}} does not end.
 
-Importing this module takes seconds on purpose: it does the parser's first-time work, so that the
-processes forked afterwards answer in milliseconds.
+Importing this module takes seconds on purpose: it runs the parser's first-time initialisation, so
+that processes forked afterwards answer in milliseconds.
 """
 
 from __future__ import annotations
@@ -15,24 +15,20 @@ import re
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-from rstar2.reward.literals import choice_equal, integer_equal
-
-__all__ = ["choice_equal", "integer_equal", "math_equal"]
-
 _BASED = re.compile(r"([0-9a-zA-Z]+)_\{?([0-9]{1,2})\}?")
 _DECIMALS = re.compile(r"\.([0-9]+)")
 _WHOLE = [LatexExtractionConfig(try_extract_without_anchor=False, boxed_match_priority=0)]
 
-for _name in ("math_verify.parser", "math_verify.grader"):  # "time-outs are off": we know
+for _name in ("math_verify.parser", "math_verify.grader"):  # it warns that time-outs are off
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 def math_equal(answer: str, truth: str) -> bool:
-    """Whether two LaTeX texts mean the same. May run for ever: call it where it can be killed.
+    """Whether two LaTeX texts are equivalent. May never return: call it where it can be killed.
 
-    Only the whole of each text is read, so that an answer cannot pass by containing the truth.
-    An answer that cannot be read is wrong; an exception while comparing is the grader's failure
-    and is raised.
+    Each text is read as a whole, so that an answer cannot pass by containing the truth. An answer
+    that cannot be parsed is wrong; an exception during the comparison is the grader's failure and
+    is raised.
     """
     value, written = _based(truth), _BASED.fullmatch(answer.strip())
     if value is not None and written is not None:  # math-verify drops the base
@@ -61,7 +57,7 @@ def _based(text: str) -> int | None:
         return None
     try:
         return int(match[1], int(match[2]))
-    except ValueError:  # a digit that the base does not have: no number
+    except ValueError:  # a digit that the base does not have
         return None
 
 

@@ -1,7 +1,7 @@
-"""Token ids as text, one piece per token, such that the pieces join to what the ids spell.
+"""Decodes token ids one by one, for display: the texts join to the text of all ids.
 
-Byte-level tokenizers may split one character over several tokens: the character is shown with the
-last of them. No torch and no transformers: `tokenizers` reads tokenizer.json alone.
+Byte-level tokenizers may split a character over several tokens; the character then appears with
+the last of them. Needs neither torch nor transformers: `tokenizers` reads tokenizer.json.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def find_tokenizer(run: Path, recipe: dict[str, Any]) -> Path | None:
-    """The tokenizer.json that a run's ids are to be read with."""
+    """The tokenizer.json of a run; None if the run has none."""
     model = (recipe.get("model") or {}).get("path")
     places = [run / "model", *sorted((run / "exports").glob("[!.]*"))]
     if isinstance(model, str):
@@ -28,8 +28,8 @@ def find_tokenizer(run: Path, recipe: dict[str, Any]) -> Path | None:
     return None
 
 
-class Pieces:
-    """Decodes ids one by one; without a tokenizer an id is shown as its number."""
+class Detokenizer:
+    """Decodes ids one by one; without a tokenizer the text of an id is its number."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -53,7 +53,7 @@ class Pieces:
         return frozenset(tokenizer.get_added_tokens_decoder()) if tokenizer else frozenset()
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
-        """One piece of text per id."""
+        """One text per id."""
         tokenizer = self._tokenizer
         if tokenizer is None:
             return [f" {token}" for token in ids]
@@ -88,7 +88,7 @@ class Pieces:
 
 
 def _byte_table() -> dict[str, int]:
-    """GPT-2's table of printable stand-ins for bytes, inverted."""
+    """The inverse of GPT-2's table that maps bytes to printable characters."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in plain}
     others = (byte for byte in range(256) if byte not in plain)
