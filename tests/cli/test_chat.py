@@ -7,6 +7,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -23,7 +24,7 @@ from rstar2.types import StopReason, Trajectory, decode
 
 def paint(pieces: list[str], *, colour: bool) -> str:
     out = io.StringIO()
-    system = "standard" if colour else None
+    system: Literal["standard"] | None = "standard" if colour else None
     painter = Painter(Console(file=out, force_terminal=colour, color_system=system, width=40))
     for piece in pieces:
         painter.feed(piece)
@@ -88,6 +89,7 @@ def test_a_run_directory_stands_for_its_newest_export(tmp_path: Path) -> None:
     assert (longest(newest, 100), longest(newest, 32)) == (64, 32)
 
 
+@pytest.mark.slow
 def test_a_tiny_model_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_tiny(tmp_path, 0)
     arguments = ["chat", "--model", str(tmp_path), "--system", "none", "--max-length", "64"]
