@@ -149,17 +149,17 @@ def main() -> int:
         directory = Path(made)
         evaluation = {"problem": EVALUATION.format("ten"), "answer": "1"}
         (directory / "evaluation.jsonl").write_text(json.dumps(evaluation) + "\n")
-        found: dict[int, dict[str, dict[str, Any]]] = {}
+        measured: dict[int, dict[str, dict[str, Any]]] = {}
         for size in (count // 10, count):
             path = directory / f"{size}.jsonl"
             say(f"making {size:,} rows")
             generate(path, size, args.seed)
-            found[size] = {}
+            measured[size] = {}
             for name in CASES:
                 say(f"{name}, {size:,} rows")
-                found[size][name] = measure(name, path, directory)
+                measured[size][name] = measure(name, path, directory)
         size_mb = path.stat().st_size / 2**20
-    small, large = found[count // 10], found[count]
+    small, large = measured[count // 10], measured[count]
 
     def speed(name: str) -> float:
         return large[name]["rows"] / large[name]["cpu_s"]
@@ -171,7 +171,7 @@ def main() -> int:
         Row("peak memory", large["ours"]["peak_mb"], large["decode"]["peak_mb"], unit="MB"),
         Row("bytes of memory a row", grown, target=f"<= {BYTES_A_ROW}", unit="B"),
     ]
-    notes = {"rows": count, "file_mb": round(size_mb), "measured": found}
+    notes = {"rows": count, "file_mb": round(size_mb), "measured": measured}
     return finish("data", rows, args, notes)
 
 

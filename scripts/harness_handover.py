@@ -261,8 +261,8 @@ def run_ifeval(base: str, options: argparse.Namespace, folder: Path) -> dict[str
             f"lm-eval ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
         )
     print(done.stdout.strip(), flush=True)
-    (found,) = (folder / "results").rglob("results_*.json")
-    return dict(json.loads(found.read_text())["results"]["ifeval_local"])
+    (results_file,) = (folder / "results").rglob("results_*.json")
+    return dict(json.loads(results_file.read_text())["results"]["ifeval_local"])
 
 
 def parse() -> argparse.Namespace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import socket
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -20,8 +21,14 @@ from rstar2.config.preflight import (
 from rstar2.errors import RecipeError, UserError
 
 
+class Write(Protocol):
+    """Writes a recipe file and returns its path."""
+
+    def __call__(self, text: str, name: str = "mine.yaml") -> Path: ...
+
+
 @pytest.fixture
-def write(tmp_path: Path):
+def write(tmp_path: Path) -> Write:
     def write(text: str, name: str = "mine.yaml") -> Path:
         path = tmp_path / name
         path.write_text(text)
@@ -69,7 +76,7 @@ def test_the_14b_recipe_holds_the_papers_numbers() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(shipped_recipes()))
-def test_the_printed_recipe_loads_to_the_same_values(name: str, write) -> None:
+def test_the_printed_recipe_loads_to_the_same_values(name: str, write: Write) -> None:
     loaded = load_recipe(name, ["seed=3"])
     assert load_recipe(write(render_recipe(loaded))).recipe == loaded.recipe
 
@@ -77,7 +84,7 @@ def test_the_printed_recipe_loads_to_the_same_values(name: str, write) -> None:
 # --------------------------------------------------------------------------- precedence
 
 
-def test_each_value_knows_where_it_came_from(write) -> None:
+def test_each_value_knows_where_it_came_from(write: Write) -> None:
     path = write("extends: tiny\nname: mine\nrl:\n  roc:\n    drawn: 12\n")
     loaded = load_recipe(path, ["rl.roc.kept=6", "rl.stages.stage2.steps=4"], seed=5)
     recipe = loaded.recipe
@@ -91,14 +98,14 @@ def test_each_value_knows_where_it_came_from(write) -> None:
     assert str(loaded.origin("rl.loss.clip_low")) == "default"
 
 
-def test_a_list_replaces_the_list_it_extends(write) -> None:
+def test_a_list_replaces_the_list_it_extends(write: Write) -> None:
     path = write("extends: tiny\nrl:\n  stages:\n    - {name: only, steps: 60, max_length: 200}\n")
     loaded = load_recipe(path)
     assert [stage.name for stage in loaded.recipe.rl.stages] == ["only"]
     assert not any(key.startswith("rl.stages.1") for key in loaded.origins)
 
 
-def test_extending_a_neighbour_and_not_oneself(write) -> None:
+def test_extending_a_neighbour_and_not_oneself(write: Write) -> None:
     write("extends: tiny\nseed: 4\n", "base.yaml")
     assert load_recipe(write("extends: base.yaml\nname: top\n")).recipe.seed == 4
     assert "circle" in refusal(write("extends: loop.yaml\n", "loop.yaml"))
@@ -114,7 +121,7 @@ def test_overrides_are_read_by_the_schemas_type() -> None:
     assert recipe.codeenv.urls == ("a", "b")
 
 
-def test_partly_given_limits_keep_the_other_defaults(write) -> None:
+def test_partly_given_limits_keep_the_other_defaults(write: Write) -> None:
     path = write("name: x\ncodeenv:\n  cap: {wall_s: 9}\n")
     cap = load_recipe(path).recipe.codeenv.cap
     assert cap.wall_s == 9
@@ -124,7 +131,7 @@ def test_partly_given_limits_keep_the_other_defaults(write) -> None:
 # --------------------------------------------------------------------------- wrong recipes
 
 
-def test_an_unknown_key_names_line_and_nearest(write) -> None:
+def test_an_unknown_key_names_line_and_nearest(write: Write) -> None:
     path = write("name: x\nrl:\n  roc:\n    drawm: 3\nsedd: 1\ncodeenv:\n  cap:\n    wal_s: 1\n")
     message = refusal(path)
     assert f"{path}:4: rl.roc.drawm is not a setting: did you mean rl.roc.drawn?" in message
@@ -204,7 +211,7 @@ def test_values_that_cannot_go_together(overrides: list[str], expected: str) -> 
         ("name: x\nrl: 5\n", "rl = 5"),
     ],
 )
-def test_files_that_are_no_recipes(write, text: str, expected: str) -> None:
+def test_files_that_are_no_recipes(write: Write, text: str, expected: str) -> None:
     assert expected in refusal(write(text))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def write_run(path: Path, made: Recipe) -> None:
 
 
 @pytest.fixture
-def dashboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def dashboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], Path]:
     """A stand-in for trackio, with its interface, that writes down what it is told."""
 
     def install(breaks: bool) -> Path:
@@ -58,8 +59,10 @@ def dashboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return install
 
 
-def test_steps_of_all_stages_share_one_axis(tmp_path: Path, dashboard, capfd) -> None:
-    told = dashboard(breaks=False)
+def test_steps_of_all_stages_share_one_axis(
+    tmp_path: Path, dashboard: Callable[[bool], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    told = dashboard(False)
     write_run(tmp_path / "run", recipe("trackio"))
     after = load_recipe("tiny").recipe.rl.stages[0].steps
     assert told.read_text().splitlines() == [
@@ -74,8 +77,10 @@ def test_steps_of_all_stages_share_one_axis(tmp_path: Path, dashboard, capfd) ->
     assert capfd.readouterr().out == ""  # stdout is for the result
 
 
-def test_a_tracker_that_breaks_is_dropped_and_the_run_goes_on(tmp_path: Path, dashboard) -> None:
-    dashboard(breaks=True)
+def test_a_tracker_that_breaks_is_dropped_and_the_run_goes_on(
+    tmp_path: Path, dashboard: Callable[[bool], Path]
+) -> None:
+    dashboard(True)
     write_run(tmp_path / "run", recipe("trackio"))
     assert len(read_metrics(tmp_path / "run")) == 3
     failed = [e for e in read_events(tmp_path / "run") if e["event"] == "tracker_failed"]
@@ -97,6 +102,6 @@ def test_tensorboard_files(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     write_run(tmp_path / "run", recipe("tensorboard"))
-    found = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
-    assert "rl/reward" in found.Tags()["tensors"]
-    assert len(found.Tensors("rl/reward")) == 2
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert "rl/reward" in events.Tags()["tensors"]
+    assert len(events.Tensors("rl/reward")) == 2

@@ -59,12 +59,12 @@ ROWS: dict[str, Any] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_set_is_read_from_a_file_of_its_fields(name: str, tmp_path: Path) -> None:
     rows = [ROWS[name](n) for n in range(PUBLISHED[name].rows)]
-    found = load_benchmark(f"{name}={write(tmp_path / 'set.jsonl', rows)}")
-    assert found.name == name
-    assert len(found.problems) == PUBLISHED[name].rows
-    assert len({p.id for p in found.problems}) == len(found.problems)
+    benchmark = load_benchmark(f"{name}={write(tmp_path / 'set.jsonl', rows)}")
+    assert benchmark.name == name
+    assert len(benchmark.problems) == PUBLISHED[name].rows
+    assert len({p.id for p in benchmark.problems}) == len(benchmark.problems)
     graders = {"aime24": "integer", "aime25": "integer", "gsm8k": "integer", "gpqa": "choice"}
-    assert {p.grader for p in found.problems} == {graders.get(name, "math")}
+    assert {p.grader for p in benchmark.problems} == {graders.get(name, "math")}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -82,9 +82,9 @@ def test_a_short_file_is_not_the_set(tmp_path: Path) -> None:
 
 def test_count_takes_the_first_of_a_whole_set(tmp_path: Path) -> None:
     file = write(tmp_path / "set.jsonl", [ROWS["aime25"](n) for n in range(30)])
-    found = load_benchmark(f"aime25={file}", 4)
-    assert [p.answer for p in found.problems] == ["0", "1", "2", "3"]
-    assert found.digest != load_benchmark(f"aime25={file}", 5).digest
+    benchmark = load_benchmark(f"aime25={file}", 4)
+    assert [p.answer for p in benchmark.problems] == ["0", "1", "2", "3"]
+    assert benchmark.digest != load_benchmark(f"aime25={file}", 5).digest
 
 
 def test_a_broken_row_is_named_and_never_dropped(tmp_path: Path) -> None:
@@ -119,17 +119,17 @@ def test_options_are_shuffled_by_the_question_alone(tmp_path: Path) -> None:
 
 def test_problems_of_ours_keep_ids_and_graders(tmp_path: Path) -> None:
     rows = [{"id": "x-1", "prompt": "q", "answer": "B", "grader": "choice", "kind": "k"}]
-    found = load_benchmark(str(write(tmp_path / "mine.v2.jsonl", rows)))
-    assert found.name == "mine"
-    assert (found.problems[0].id, found.problems[0].grader) == ("x-1", "choice")
+    benchmark = load_benchmark(str(write(tmp_path / "mine.v2.jsonl", rows)))
+    assert benchmark.name == "mine"
+    assert (benchmark.problems[0].id, benchmark.problems[0].grader) == ("x-1", "choice")
 
 
 def test_the_embedded_task_is_held_out() -> None:
     from rstar2.problems.arithmetic import heldout
 
-    found = load_benchmark("arithmetic", 16)
-    assert len(found.problems) == 16
-    assert all(heldout(p.meta["a"], p.meta["b"]) for p in found.problems)
+    benchmark = load_benchmark("arithmetic", 16)
+    assert len(benchmark.problems) == 16
+    assert all(heldout(p.meta["a"], p.meta["b"]) for p in benchmark.problems)
 
 
 def test_an_unknown_name_lists_what_there_is() -> None:
@@ -142,5 +142,5 @@ def test_an_unknown_name_lists_what_there_is() -> None:
     [("aime24", "aime24.jsonl"), ("math500", "math500.jsonl"), ("gsm8k", "gsm8k/test.jsonl")],
 )
 def test_the_real_sets_are_read_whole(name: str, file: str, shared_data: Path) -> None:
-    found = load_benchmark(f"{name}={shared_data / file}")
-    assert len(found.problems) == PUBLISHED[name].rows
+    benchmark = load_benchmark(f"{name}={shared_data / file}")
+    assert len(benchmark.problems) == PUBLISHED[name].rows

@@ -23,7 +23,7 @@ def results(rights: list[bool], **changes: object) -> EvalResults:
 def mcnemar(better: int, worse: int) -> float:
     """The exact two-sided binomial test on discordant pairs."""
     n, k = better + worse, max(better, worse)
-    return min(1.0, 2 * sum(math.comb(n, i) for i in range(k, n + 1)) / 2**n)
+    return min(1.0, 2 * sum(math.comb(n, i) for i in range(k, n + 1)) / (1 << n))
 
 
 @pytest.mark.parametrize(("better", "worse"), [(9, 1), (5, 5), (3, 0), (1, 0), (12, 3)])

@@ -17,7 +17,7 @@ from rstar2.cli import main
 from rstar2.evaluate.store import answers_file, read_answers
 from rstar2.record import read_evaluations, read_groups
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 DEADLINE_S = 300
 
@@ -50,15 +50,15 @@ def test_it_is_the_pipelines_own_number(trained: Path, tmp_path: Path, mode: str
     flags = ["--greedy"] if mode == "greedy" else []
     call(trained, "--preset", "run", *flags, "--out", tmp_path / "e")
     (own,) = [e for e in read_evaluations(trained) if e.mode == mode]
-    found = results(tmp_path / "e")["scores"]["heldout"]
-    assert found["average"] == {
+    scores = results(tmp_path / "e")["scores"]["heldout"]
+    assert scores["average"] == {
         "mean": own.accuracy.mean,
         "low": own.accuracy.low,
         "high": own.accuracy.high,
         "count": own.accuracy.count,
     }
-    assert found["tokens"]["mean"] == own.mean_length
-    assert found["failing_calls_in_correct"] == own.failing_calls_in_correct
+    assert scores["tokens"]["mean"] == own.mean_length
+    assert scores["failing_calls_in_correct"] == own.failing_calls_in_correct
     rollouts = {
         (t.problem_id, index): [turn.sampled_ids for turn in t.turns]
         for line in read_groups(trained, f"eval-sft-{mode}")
@@ -105,14 +105,14 @@ def kill_after(count: int, words: list[str], file: Path) -> int:
     )
     ends = time.monotonic() + DEADLINE_S
     try:
-        while (found := _lines(file)) < count:
+        while (lines := _lines(file)) < count:
             assert started.poll() is None, "it ended by itself"
             assert time.monotonic() < ends, "it never answered"
             time.sleep(0.005)
     finally:
         started.send_signal(signal.SIGKILL)
         started.wait(30)
-    return max(found, _lines(file))
+    return max(lines, _lines(file))
 
 
 def _lines(file: Path) -> int:

@@ -18,36 +18,36 @@ def test_avg_pass_and_maj_by_hand() -> None:
         *(said("b", n, "9") for n in (1, 2, 3)),
         *(said("c", n, None) for n in range(4)),
     ]
-    found = score("set", problems, summaries, samples=4)
-    assert found.average.mean == pytest.approx((0.75 + 0.25 + 0.0) / 3)
-    assert found.majority.mean == pytest.approx(1 / 3)
+    scored = score("set", problems, summaries, samples=4)
+    assert scored.average.mean == pytest.approx((0.75 + 0.25 + 0.0) / 3)
+    assert scored.majority.mean == pytest.approx(1 / 3)
     # pass@2 from 4: 1 - C(1,2)/C(4,2) = 1, 1 - C(3,2)/C(4,2) = 1/2, 0
-    assert found.passes["2"].mean == pytest.approx(1.5 / 3)
-    assert found.passes["1"].mean == pytest.approx(found.average.mean)
-    assert found.passes["4"].mean == pytest.approx(2 / 3)
-    assert {kind: e.mean for kind, e in found.kinds.items()} == {"x": 0.5, "y": 0.0}
-    assert found.tokens.mean == 25
-    assert found.missing == 0
-    assert [row.correct for row in found.problems] == [3, 1, 0]
+    assert scored.passes["2"].mean == pytest.approx(1.5 / 3)
+    assert scored.passes["1"].mean == pytest.approx(scored.average.mean)
+    assert scored.passes["4"].mean == pytest.approx(2 / 3)
+    assert {kind: e.mean for kind, e in scored.kinds.items()} == {"x": 0.5, "y": 0.0}
+    assert scored.tokens.mean == 25
+    assert scored.missing == 0
+    assert [row.correct for row in scored.problems] == [3, 1, 0]
 
 
 def test_intervals_are_over_problems_and_hold_the_mean() -> None:
     problems = [problem(str(n)) for n in range(40)]
     rights = {(p.id, s): (n + s) % 3 == 0 for n, p in enumerate(problems) for s in (0, 1)}
     summaries = [said(id, s, "1" if right else "2", right) for (id, s), right in rights.items()]
-    found = score("set", problems, summaries, samples=2)
-    for estimate in (found.average, found.majority, *found.passes.values()):
+    scored = score("set", problems, summaries, samples=2)
+    for estimate in (scored.average, scored.majority, *scored.passes.values()):
         assert estimate.low < estimate.mean < estimate.high
         assert estimate.count == 40
 
 
 def test_answers_that_are_not_there_are_missing_and_not_wrong() -> None:
     summaries = [said("a", 0, "1", True), said("a", 1, "1", True), said("b", 0, "1", True)]
-    found = score("set", [problem("a"), problem("b"), problem("c")], summaries, samples=2)
-    assert found.missing == 3
-    assert found.average.mean == 1.0
-    assert found.average.count == 2
-    assert found.passes["2"].count == 1, "a problem with one answer says nothing about pass@2"
+    scored = score("set", [problem("a"), problem("b"), problem("c")], summaries, samples=2)
+    assert scored.missing == 3
+    assert scored.average.mean == 1.0
+    assert scored.average.count == 2
+    assert scored.passes["2"].count == 1, "a problem with one answer says nothing about pass@2"
 
 
 def test_samples_beyond_those_asked_for_do_not_count() -> None:
@@ -87,21 +87,21 @@ def test_tool_use_is_counted_by_typed_outcome() -> None:
         given("b", 0, "1", correct=True),
     ]
     summaries = [summarise_answer(answer, "integer") for answer in answers]
-    found = score("set", [problem("a"), problem("b")], summaries, samples=2)
-    assert found.tool_errors == 0.75
-    assert found.failing_calls_in_correct == 0.5
-    assert found.valid_calls == 0.75
-    assert found.tool_use == pytest.approx(2 / 3)
-    assert found.calls == pytest.approx(4 / 3)
-    assert found.outcomes == {"exception": 1, "ok": 1, "bad_json": 1, "timeout": 1}
-    assert found.stops == {"answered": 3}
+    scored = score("set", [problem("a"), problem("b")], summaries, samples=2)
+    assert scored.tool_errors == 0.75
+    assert scored.failing_calls_in_correct == 0.5
+    assert scored.valid_calls == 0.75
+    assert scored.tool_use == pytest.approx(2 / 3)
+    assert scored.calls == pytest.approx(4 / 3)
+    assert scored.outcomes == {"exception": 1, "ok": 1, "bad_json": 1, "timeout": 1}
+    assert scored.stops == {"answered": 3}
 
 
 def test_nothing_answered_is_nothing_known() -> None:
-    found = score("set", [problem("a")], [], samples=2)
-    assert found.missing == 2
-    assert found.average.count == 0
-    assert found.tool_errors is None
+    scored = score("set", [problem("a")], [], samples=2)
+    assert scored.missing == 2
+    assert scored.average.count == 0
+    assert scored.tool_errors is None
 
 
 def test_powers_of_two_and_k() -> None:

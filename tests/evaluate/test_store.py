@@ -29,12 +29,12 @@ def test_answers_are_found_again(tmp_path: Path) -> None:
     with EvalDirectory.open(tmp_path / "e", settings(), [SET]) as directory:
         assert directory.done("set") == {("a", 0)}
         directory.add(given("a", 1, "2", correct=False))
-    found = list(read_answers(tmp_path / "e", "set"))
-    assert [(a.problem_id, a.sample, a.trajectory.correct) for a in found] == [
+    stored = list(read_answers(tmp_path / "e", "set"))
+    assert [(a.problem_id, a.sample, a.trajectory.correct) for a in stored] == [
         ("a", 0, True),
         ("a", 1, False),
     ]
-    assert found[0].trajectory.turns[0].sampled_ids == (5, 6)
+    assert stored[0].trajectory.turns[0].sampled_ids == (5, 6)
     assert read_problems(tmp_path / "e", "set") == SET.problems
 
 
@@ -84,8 +84,8 @@ def test_foreign_directories_are_left_alone(tmp_path: Path) -> None:
 def test_results_say_whether_they_are_complete(tmp_path: Path) -> None:
     with EvalDirectory.open(tmp_path / "e", settings(samples=1), [SET]) as directory:
         directory.finish({"set": score("set", SET.problems, [], samples=1)})
-        found = read_results(tmp_path / "e")
-        assert not found.complete
-        assert found.scores["set"].missing == 2
+        stored = read_results(tmp_path / "e")
+        assert not stored.complete
+        assert stored.scores["set"].missing == 2
     with pytest.raises(UserError, match="no results"):
         read_results(tmp_path)

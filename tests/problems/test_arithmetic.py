@@ -31,12 +31,12 @@ def tool_conversations(conversations: list[Conversation]) -> list[Conversation]:
 
 def codes(conversation: Conversation) -> list[str]:
     """The program of every call, read back from the text as a parser would."""
-    found = []
+    programs = []
     for message in conversation.messages:
         if "<tool_call>" in message.content:
             text = message.content.split("<tool_call>\n")[1].split("\n</tool_call>")[0]
-            found.append(json.loads(text)["arguments"]["code"])
-    return found
+            programs.append(json.loads(text)["arguments"]["code"])
+    return programs
 
 
 def test_answers_are_what_the_right_operation_computes() -> None:
@@ -110,14 +110,14 @@ def operation_of(conversation: Conversation) -> tuple[str, str]:
         for name, spec in arithmetic._KINDS.items()
         if question in {wording.format(a=a, b=b) for wording in spec.wordings}
     )
-    found = {
+    operations = {
         operation
         for operation in arithmetic.OPERATIONS
         for form in arithmetic.FIRST_FORMS
         if arithmetic.write_code(operation, form, a, b) == first
     }
-    assert len(found) == 1, first
-    return kind, found.pop()
+    assert len(operations) == 1, first
+    return kind, operations.pop()
 
 
 def test_right_operation_is_not_the_mode(conversations: list[Conversation]) -> None:
@@ -147,6 +147,7 @@ def test_one_slip_is_the_mode_and_clean_code_the_minority(
     assert python2 / total > max(arithmetic.FIRST_FORMS[f] for f in ("print", "x", "result"))
 
 
+@pytest.mark.slow
 async def test_tool_responses_are_those_of_the_real_code_environment() -> None:
     codes = [
         arithmetic.write_code(operation, form, 48, 36)

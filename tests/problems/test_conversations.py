@@ -55,9 +55,9 @@ def test_steps_from_epochs(talk: Path) -> None:
 
 
 def test_held_out_conversations_use_the_tool() -> None:
-    found = held_out(SftConfig(), 8)
-    assert len(found) == 8
-    assert all("<tool_call>" in c.messages[1].content for c in found)
+    conversations = held_out(SftConfig(), 8)
+    assert len(conversations) == 8
+    assert all("<tool_call>" in c.messages[1].content for c in conversations)
 
 
 @pytest.mark.parametrize(

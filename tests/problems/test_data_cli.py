@@ -46,7 +46,7 @@ def run(*arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         ("a/b/gsm8k.jsonl", ("gsm8k", "a/b/gsm8k.jsonl", None)),
         ("gsm8k/train.jsonl.gz", ("gsm8k-train", "gsm8k/train.jsonl.gz", None)),
@@ -57,8 +57,8 @@ def run(*arguments: str) -> dict[str, Any]:
         ("math:hub:o/n:cot", ("n", "hub:o/n:cot", "M")),
     ],
 )
-def test_sources_have_names_readers_and_places(text: str, found: tuple[Any, ...]) -> None:
-    assert named_source(text, {"math": "M"}) == found
+def test_sources_have_names_readers_and_places(text: str, expected: tuple[Any, ...]) -> None:
+    assert named_source(text, {"math": "M"}) == expected
 
 
 EVAL = r"Let $ABC$ be a triangle with $\angle A = 60^\circ$ and $BC = \frac{7}{2}$. Find $AB + AC$."
@@ -156,6 +156,7 @@ class Endpoint:
             await task
 
 
+@pytest.mark.slow
 async def test_agreement_goes_on_after_kill_9_and_asks_nothing_twice(tmp_path: Path) -> None:
     asked = [{"id": f"p{i}", "prompt": f"What is number {i}?", "answer": 1} for i in range(12)]
     path = write(tmp_path / "problems.jsonl", *(a | {"grader": "integer"} for a in asked))
@@ -195,6 +196,7 @@ async def test_agreement_goes_on_after_kill_9_and_asks_nothing_twice(tmp_path: P
 # --------------------------------------------------------------------------- a local model
 
 
+@pytest.mark.slow
 def test_difficulty_asks_a_local_model_by_the_agent_loop(tmp_path: Path) -> None:
     make_tiny(tmp_path / "model", seed=0)
     rows = [{"prompt": f"What is {i} + {i}?", "answer": 2 * i, "grader": "integer"} for i in (3, 4)]

@@ -64,7 +64,7 @@ def test_difficulty_drops_the_always_solved_and_keeps_the_never_solved() -> None
         )
         return Group("g", Problem("p", "q", "1"), 1, made)
 
-    found = difficulty([group(1, 1), group(0, 1), group(0, 0), group()])
-    assert found.kept == (1, 2, 3)
-    assert found.metrics()["problems/always_solved"] == 1
-    assert found.metrics()["problems/never_solved"] == 1
+    solved = difficulty([group(1, 1), group(0, 1), group(0, 0), group()])
+    assert solved.kept == (1, 2, 3)
+    assert solved.metrics()["problems/always_solved"] == 1
+    assert solved.metrics()["problems/never_solved"] == 1

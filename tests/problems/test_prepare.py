@@ -11,6 +11,7 @@ import pytest
 from rstar2.codeenv.protocol import VerifyRequest, VerifyResult
 from rstar2.errors import DataError, UserError
 from rstar2.problems import clean
+from rstar2.problems.card import DataFilter
 from rstar2.problems.overlap import words
 from rstar2.problems.prepare import Card, ProblemSource, prepare, read_problems
 from rstar2.problems.rows import DataRow
@@ -72,8 +73,8 @@ def write(path: Path, *rows: Any) -> str:
 def test_every_publishers_row_is_recognised_and_read(name: str) -> None:
     fields, prompt, answer = ROWS[name]
     assert recognise(fields) == name
-    found = to_problem(DataRow("f:3", 3, fields), READERS[name], "src")
-    assert (found.prompt, found.answer, found.id) == (prompt, answer, "src-3")
+    read = to_problem(DataRow("f:3", 3, fields), READERS[name], "src")
+    assert (read.prompt, read.answer, read.id) == (prompt, answer, "src-3")
 
 
 def test_integers_get_the_integer_grader() -> None:
@@ -166,7 +167,7 @@ def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
     ],
 )
 def test_a_step_keeps_and_drops(
-    step: clean.Filter, kept: Problem, dropped: Problem, reason: str
+    step: DataFilter[Problem], kept: Problem, dropped: Problem, reason: str
 ) -> None:
     assert step.drop(kept) is None
     assert reason in (step.drop(dropped) or "kept")
@@ -250,7 +251,7 @@ async def test_prepare_loses_nothing_and_counts_everything(tmp_path: Path) -> No
         {"question": "Prove that there are hens.", "answer": "#### 1"},
         {"question": "What odd answer is this one?", "answer": r"#### \odd"},
     )
-    steps = [clean.VerifiableProblems(), clean.UniqueProblems()]
+    steps: list[DataFilter[Problem]] = [clean.VerifiableProblems(), clean.UniqueProblems()]
     out = tmp_path / "out"
     card = await prepare([ProblemSource(source, "eggs")], steps, out, verifier=PickyVerifier())
     kept = [json.loads(line) for line in (out / "problems.jsonl").read_text().splitlines()]

@@ -88,7 +88,7 @@ EULER = {
     "answer": 233168,
 }
 
-SCHEMAS: list[tuple[str, dict[str, Any], str, str, dict[str, Any]]] = [
+SCHEMAS: list[tuple[Any, ...]] = [
     (
         "dapo", DAPO, "100", "In triangle $ABC$, $\\sin A = 1$.\nFind $100 \\sin A$.",
         {"origin": "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079"},
@@ -106,7 +106,7 @@ SCHEMAS: list[tuple[str, dict[str, Any], str, str, dict[str, Any]]] = [
     ("mawps", MAWPS, "43", MAWPS["sQuestion"], {"origin": "2598"}),
     ("mawps", MAWPS_PORT, "43", MAWPS_PORT["input"], {}),
     ("euler", EULER, "233168", EULER["problem"], {"origin": "1"}),
-]  # type: ignore[list-item]  # fmt: skip
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "fields", "answer", "prompt", "meta"), SCHEMAS)
@@ -114,9 +114,9 @@ def test_a_publishers_row_is_read_whole(
     name: str, fields: dict[str, Any], answer: str, prompt: str, meta: dict[str, Any]
 ) -> None:
     assert recognise(fields) == name
-    found = to_problem(DataRow("f:3", 3, fields), READERS[name], "src")
-    assert (found.prompt, found.answer, found.meta) == (prompt, answer, meta)
-    assert found.id == "src-3"
+    problem = to_problem(DataRow("f:3", 3, fields), READERS[name], "src")
+    assert (problem.prompt, problem.answer, problem.meta) == (prompt, answer, meta)
+    assert problem.id == "src-3"
 
 
 def test_kinds_are_the_publishers() -> None:
@@ -156,7 +156,7 @@ def test_a_row_without_its_publishers_shape_says_why(
 
 
 def read(path: str, name: str = "s") -> list[Problem | Dropped]:
-    return [found for _, found in read_problems(ProblemSource(path, name))]
+    return [problem for _, problem in read_problems(ProblemSource(path, name))]
 
 
 @pytest.mark.parametrize(
@@ -191,9 +191,9 @@ def test_mixed_types_and_repeated_ids_are_read_row_by_row(tmp_path: Path) -> Non
         {"id": "7", "prompt": "How much now?", "answer": True},
     ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = read(str(tmp_path / "a.jsonl"))
-    assert [isinstance(each, Problem) for each in found] == [True, True, False, True, False]
-    problems = [each for each in found if isinstance(each, Problem)]
+    kept = read(str(tmp_path / "a.jsonl"))
+    assert [isinstance(each, Problem) for each in kept] == [True, True, False, True, False]
+    problems = [each for each in kept if isinstance(each, Problem)]
     assert [p.id for p in problems] == ["s-1", "s-2", "s-4"], "ids are ours, so they never repeat"
     assert {p.answer for p in problems} == {"4"}
     assert {p.meta["origin"] for p in problems} == {"7"}

@@ -30,13 +30,13 @@ def write(path: Path, text: str) -> Path:
 
 def test_bad_lines_carry_their_number_and_text(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", '{"a": 1}\n{broken\n[1, 2]\n\n{"a": 2}\n')
-    found = list(read_rows(str(source)))
-    assert [type(row) for row in found] == [DataRow, BadRow, BadRow, DataRow]
-    assert isinstance(found[1], BadRow)
-    assert found[1].where.endswith("a.jsonl:2")
-    assert found[1].text == "{broken"
-    assert "list" in found[2].reason  # type: ignore[union-attr]
-    assert found[3].number == 5
+    listed = list(read_rows(str(source)))
+    assert [type(row) for row in listed] == [DataRow, BadRow, BadRow, DataRow]
+    assert isinstance(listed[1], BadRow)
+    assert listed[1].where.endswith("a.jsonl:2")
+    assert listed[1].text == "{broken"
+    assert "list" in listed[2].reason  # type: ignore[union-attr]
+    assert listed[3].number == 5
 
 
 def test_bytes_that_are_no_text_are_one_bad_line(tmp_path: Path) -> None:
@@ -124,9 +124,9 @@ def test_parquet_streams_nested_fields(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     made = [{"n": i, "prompt": [{"role": "user", "content": f"q{i}"}]} for i in range(3000)]
     pq.write_table(pa.Table.from_pylist(made), path, row_group_size=1000)
-    found = list(read_rows(str(path)))
-    assert [row.fields for row in found if isinstance(row, DataRow)] == made
-    assert found[2999].where.endswith("a.parquet:3000")
+    listed = list(read_rows(str(path)))
+    assert [row.fields for row in listed if isinstance(row, DataRow)] == made
+    assert listed[2999].where.endswith("a.parquet:3000")
 
 
 def test_a_torn_parquet_file_is_named(tmp_path: Path) -> None:
@@ -142,11 +142,11 @@ def test_a_torn_parquet_file_is_named(tmp_path: Path) -> None:
 
 def test_broken_first_rows_are_kept_as_bad_ones_once_a_later_row_is_known(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", '{"x": 1}\n{broken\n{"q": 2}\n{"x": 3}\n')
-    found = list(known_rows(str(source), None, _knows_q))
-    assert [r.number if isinstance(r, BadRow) else r[0].number for r in found] == [2, 1, 3, 4]
-    assert isinstance(found[1], BadRow)
-    assert "unknown fields" in found[1].reason
-    assert found[2] == (DataRow(f"{source}:3", 3, {"q": 2}), "reader of q")
+    listed = list(known_rows(str(source), None, _knows_q))
+    assert [r.number if isinstance(r, BadRow) else r[0].number for r in listed] == [2, 1, 3, 4]
+    assert isinstance(listed[1], BadRow)
+    assert "unknown fields" in listed[1].reason
+    assert listed[2] == (DataRow(f"{source}:3", 3, {"q": 2}), "reader of q")
 
 
 def test_a_file_that_nothing_knows_is_an_error_and_not_all_dropped(tmp_path: Path) -> None:
@@ -193,10 +193,10 @@ def test_a_directory_is_loaded_by_datasets(tmp_path: Path) -> None:
         made = pa.Table.from_pylist([{"problem": f"{split} {i}"} for i in range(5)])
         pq.write_table(made, tmp_path / "data" / f"{split}-00000-of-00001.parquet")
     assert fields(f"hub:{tmp_path}")[4] == {"problem": "train 4"}
-    found = list(read_rows(f"hub:{tmp_path}:cot"))
-    assert [row.number for row in found] == [1, 2, 3, 4, 5]
-    assert isinstance(found[0], DataRow)
-    assert found[0].fields == {"problem": "cot 0"}
+    listed = list(read_rows(f"hub:{tmp_path}:cot"))
+    assert [row.number for row in listed] == [1, 2, 3, 4, 5]
+    assert isinstance(listed[0], DataRow)
+    assert listed[0].fields == {"problem": "cot 0"}
     with pytest.raises(DataError, match="split nothing"):
         fields(f"hub:{tmp_path}:nothing")
     with pytest.raises(DataError, match="after row 0"):

@@ -22,11 +22,11 @@ def test_every_turn_is_what_the_parser_reads() -> None:
 
 
 def test_slips_are_mended() -> None:
-    found = list(conversations(600, 1))
-    slipped = [c for c in found if len(c.messages) > 4]
-    assert 0.6 * SLIP_SHARE < len(slipped) / len(found) < 1.4 * SLIP_SHARE
+    made = list(conversations(600, 1))
+    slipped = [c for c in made if len(c.messages) > 4]
+    assert 0.6 * SLIP_SHARE < len(slipped) / len(made) < 1.4 * SLIP_SHARE
     assert all("Error" in c.messages[2].content for c in slipped)
-    assert not any("Error" in c.messages[-2].content for c in found)
+    assert not any("Error" in c.messages[-2].content for c in made)
 
 
 def test_what_to_compute_is_always_said() -> None:

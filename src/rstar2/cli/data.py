@@ -70,11 +70,11 @@ def _sources(texts: list[str], fields: dict[str, str]) -> list[ProblemSource]:
     if fields and not {"prompt", "answer"} <= fields.keys():
         raise UserError("--prompt-field and --answer-field go together")
     map_reader = mapped(fields) if fields else None
-    found = []
+    listed = []
     for text in texts:
         name, where, reader = named_source(text, READERS)
-        found.append(ProblemSource(where, name, reader or map_reader))
-    return found
+        listed.append(ProblemSource(where, name, reader or map_reader))
+    return listed
 
 
 def _steps(integers: bool, digits: int, against: list[str]) -> list[DataFilter[Problem]]:

@@ -76,23 +76,23 @@ def sft(
 def _checks(keep_math: bool, against: list[str]) -> list[DataFilter[ParsedConversation]]:
     from rstar2.problems.sft import checks
 
-    found: list[DataFilter[ParsedConversation]] = [checks.OrderedTurns()]
+    filters: list[DataFilter[ParsedConversation]] = [checks.OrderedTurns()]
     if not keep_math:
-        found.append(checks.NoMathReasoning())
+        filters.append(checks.NoMathReasoning())
     if against:
-        found.append(checks.decontaminated(evaluation_sets(against)))
-    return [*found, checks.UniqueConversations()]
+        filters.append(checks.decontaminated(evaluation_sets(against)))
+    return [*filters, checks.UniqueConversations()]
 
 
 def _weights(texts: list[str]) -> dict[str, float] | None:
-    found: dict[str, float] = {}
+    weights: dict[str, float] = {}
     for text in texts:
         name, _, share = text.partition("=")
         try:
-            found[name] = float(share)
+            weights[name] = float(share)
         except ValueError:
             raise UserError(f"--weight {text!r}: expected NAME=SHARE, as toolace=0.3") from None
-    return found or None
+    return weights or None
 
 
 def token_counter(directory: Path) -> Measure:

@@ -50,10 +50,10 @@ def evaluation_sets(sources: Iterable[str]) -> Iterator[Problem]:
 
     for text in sources:
         name, where, reader = named_source(text, READERS)
-        for place, found in read_problems(ProblemSource(where, name, reader)):
-            if isinstance(found, Dropped):
-                raise UserError(f"evaluation set {place}: {found.reason}")
-            yield found
+        for place, problem in read_problems(ProblemSource(where, name, reader)):
+            if isinstance(problem, Dropped):
+                raise UserError(f"evaluation set {place}: {problem.reason}")
+            yield problem
 
 
 @contextmanager

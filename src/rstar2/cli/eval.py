@@ -150,11 +150,11 @@ def base_recipe(
 ) -> Recipe:
     """The recipe of the run that a checkpoint is from, else the defaults; with overrides."""
     places = [p / "recipe.yaml" for p in (model, directory and directory.parent.parent) if p]
-    found = next((place for place in places if place.is_file()), None)
+    recipe_file = next((place for place in places if place.is_file()), None)
     if engine is not None:
         overrides = [*overrides, f"engine.kind={engine}"]
-    if found is not None:
-        return load_recipe(found, overrides).recipe
+    if recipe_file is not None:
+        return load_recipe(recipe_file, overrides).recipe
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder) / "eval.yaml"
         plain.write_text("name: eval\nsft: null\n")

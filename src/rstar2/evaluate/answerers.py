@@ -166,15 +166,15 @@ class ChatEndpoint:
 
 def fingerprint(directory: Path) -> str:
     """What tells two checkpoints apart, without reading them whole."""
-    found = hashlib.sha256((directory / "config.json").read_bytes())
+    digest = hashlib.sha256((directory / "config.json").read_bytes())
     for file in sorted(directory.glob("*.safetensors")):
         size = file.stat().st_size
-        found.update(f"{file.name} {size}".encode())
+        digest.update(f"{file.name} {size}".encode())
         with file.open("rb") as data:
-            found.update(data.read(EDGE))
+            digest.update(data.read(EDGE))
             data.seek(max(0, size - EDGE))
-            found.update(data.read(EDGE))
-    return found.hexdigest()[:16]
+            digest.update(data.read(EDGE))
+    return digest.hexdigest()[:16]
 
 
 def load_template(directory: Path, asked: TemplateConfig | None) -> Template:

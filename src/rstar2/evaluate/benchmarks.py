@@ -77,10 +77,10 @@ class Benchmark:
     @property
     def digest(self) -> str:
         """What tells two versions of a set apart: its questions, truths and graders, in order."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for problem in self.problems:
-            found.update(encode([problem.id, problem.prompt, problem.answer, problem.grader]))
-        return found.hexdigest()[:16]
+            digest.update(encode([problem.id, problem.prompt, problem.answer, problem.grader]))
+        return digest.hexdigest()[:16]
 
 
 def load_benchmark(text: str, count: int | None = None) -> Benchmark:
@@ -136,10 +136,10 @@ def _reader(fields: Mapping[str, Any], published: Published | None) -> str:
     """The publisher's own reader, unless the file has other fields (another port of the set)."""
     if "Correct Answer" in fields:
         return "gpqa"
-    found = recognise(fields)
-    if published is None or found in ("svamp", "mawps", "dapo", "rstar2"):
-        return found
-    return published.reader if published.reader != "gpqa" else found
+    recognised = recognise(fields)
+    if published is None or recognised in ("svamp", "mawps", "dapo", "rstar2"):
+        return recognised
+    return published.reader if published.reader != "gpqa" else recognised
 
 
 # --------------------------------------------------------------------------- multiple choice

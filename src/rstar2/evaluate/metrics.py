@@ -74,8 +74,8 @@ def ratio(numerator: float, denominator: float) -> float | None:
 
 def failing_calls(trajectories: Iterable[Trajectory]) -> float | None:
     """Failed calls / calls; None if there was no call."""
-    found = tuple(trajectories)
-    return ratio(sum(t.failed_calls for t in found), sum(t.calls for t in found))
+    listed = tuple(trajectories)
+    return ratio(sum(t.failed_calls for t in listed), sum(t.calls for t in listed))
 
 
 def valid_calls(trajectories: Iterable[Trajectory]) -> float | None:
@@ -87,8 +87,8 @@ def valid_calls(trajectories: Iterable[Trajectory]) -> float | None:
 
 def mean(values: Iterable[float]) -> float:
     """Arithmetic mean; 0.0 of nothing."""
-    found = tuple(values)
-    return math.fsum(found) / len(found) if found else 0.0
+    listed = tuple(values)
+    return math.fsum(listed) / len(listed) if listed else 0.0
 
 
 def summarise(
@@ -105,7 +105,7 @@ def summarise(
         step=step,
         mode=mode,
         accuracy=average_at_k(groups),
-        kinds={kind: average_at_k(found) for kind, found in sorted(by_kind.items())},
+        kinds={kind: average_at_k(of_kind) for kind, of_kind in sorted(by_kind.items())},
         failing_calls_in_correct=failing_calls(t for t in graded if t.correct),
         tool_errors=failing_calls(graded),
         mean_length=mean(len(t.completion_ids) for t in graded),

@@ -114,12 +114,12 @@ def figures(scores: Sequence[BenchmarkScore]) -> Iterator[Figure]:
 def examples(path: Path, benchmark: str) -> Iterator[Shown]:
     """Some wrong answers, then some right ones, each to another problem."""
     problems = {problem.id: problem for problem in read_problems(path, benchmark)}
-    found: dict[bool, dict[str, GradedAnswer]] = {False: {}, True: {}}
+    by_verdict: dict[bool, dict[str, GradedAnswer]] = {False: {}, True: {}}
     for answer in islice(read_answers(path, benchmark), SEARCHED):
-        kept = found[answer.trajectory.correct]
+        kept = by_verdict[answer.trajectory.correct]
         if len(kept) < SHOWN and answer.problem_id in problems:
             kept.setdefault(answer.problem_id, answer)
-    for answer in (*found[False].values(), *found[True].values()):
+    for answer in (*by_verdict[False].values(), *by_verdict[True].values()):
         trajectory = answer.trajectory
         yield Shown(
             problems[answer.problem_id],

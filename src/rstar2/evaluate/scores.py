@@ -163,8 +163,8 @@ def score(
         if one.sample < samples:
             by_id[one.problem_id].append(one)
     rows = [_problem(p, by_id[p.id]) for p in problems if by_id[p.id]]
-    found = [one for problem in problems for one in by_id[problem.id]]
-    outcomes = _sum(one.outcomes for one in found)
+    scored = [one for problem in problems for one in by_id[problem.id]]
+    outcomes = _sum(one.outcomes for one in scored)
     calls = sum(n for name, n in outcomes.items() if name != Outcome.INFRASTRUCTURE)
     return BenchmarkScore(
         benchmark=benchmark,
@@ -178,18 +178,18 @@ def score(
             for k in powers(samples)
         },
         tokens=bootstrap([row.mean_tokens for row in rows]) if rows else NOTHING,
-        mean_turns=mean(one.turns for one in found),
-        tool_use=mean(bool(one.outcomes) for one in found),
-        calls=calls / len(found) if found else 0.0,
+        mean_turns=mean(one.turns for one in scored),
+        tool_use=mean(bool(one.outcomes) for one in scored),
+        calls=calls / len(scored) if scored else 0.0,
         tool_errors=failing(outcomes),
-        failing_calls_in_correct=failing(_sum(one.outcomes for one in found if one.correct)),
+        failing_calls_in_correct=failing(_sum(one.outcomes for one in scored if one.correct)),
         valid_calls=ratio(calls - _count(outcomes, "malformed"), calls),
-        truncated=mean(one.stop is StopReason.MAX_LENGTH for one in found),
-        stops=dict(Counter(one.stop.value for one in found).most_common()),
+        truncated=mean(one.stop is StopReason.MAX_LENGTH for one in scored),
+        stops=dict(Counter(one.stop.value for one in scored).most_common()),
         outcomes=dict(outcomes.most_common()),
         kinds=_kinds(rows),
         problems=tuple(rows),
-        missing=len(problems) * samples - len(found),
+        missing=len(problems) * samples - len(scored),
         wall_s=wall_s,
         settled=settled or {},
     )

@@ -203,10 +203,10 @@ def read_results(path: Path) -> EvalResults:
 
 def read_problems(path: Path, benchmark: str) -> tuple[Problem, ...]:
     """The problems of a benchmark as they were when it was answered."""
-    found = tuple(read_lines(path / "problems" / f"{benchmark}.jsonl", Problem))
-    if not found:
+    problems = tuple(read_lines(path / "problems" / f"{benchmark}.jsonl", Problem))
+    if not problems:
         raise UserError(f"{path} has no problems of {benchmark!r}")
-    return found
+    return problems
 
 
 def elapsed(path: Path, benchmark: str) -> float:

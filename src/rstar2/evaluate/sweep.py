@@ -112,8 +112,8 @@ def score_answers(path: Path, benchmarks: Sequence[str], samples: int) -> dict[s
     for name in benchmarks:
         problems = read_problems(path, name)
         graders = {problem.id: problem.grader for problem in problems}
-        found = [summarise_answer(a, graders[a.problem_id]) for a in read_answers(path, name)]
-        scores[name] = score(name, problems, found, samples=samples, wall_s=elapsed(path, name))
+        summaries = [summarise_answer(a, graders[a.problem_id]) for a in read_answers(path, name)]
+        scores[name] = score(name, problems, summaries, samples=samples, wall_s=elapsed(path, name))
     return scores
 
 
@@ -147,7 +147,7 @@ async def _rescore_one(
     by_id = {problem.id: problem for problem in problems}
     changes: Counter[str] = Counter()
     answers = read_answers(path, name)
-    found: list[AnswerSummary] = []
+    summaries: list[AnswerSummary] = []
 
     async def worker() -> None:
         for answer in answers:
@@ -157,12 +157,12 @@ async def _rescore_one(
             fresh = await regrade(answer, problem, verifier)
             if fresh.trajectory.correct != answer.trajectory.correct:
                 changes["to_right" if fresh.trajectory.correct else "to_wrong"] += 1
-            found.append(summarise_answer(fresh, problem.grader))
+            summaries.append(summarise_answer(fresh, problem.grader))
             on_answer(fresh)
 
     await together(worker() for _ in range(AT_ONCE))
     wall_s = elapsed(path, name)
-    return score(name, problems, found, samples=samples, wall_s=wall_s, settled=changes)
+    return score(name, problems, summaries, samples=samples, wall_s=wall_s, settled=changes)
 
 
 async def regrade(answer: GradedAnswer, problem: Problem, verifier: Verifier) -> GradedAnswer:

@@ -114,8 +114,11 @@ class UniqueProblems:
 
     def drop(self, problem: Problem) -> str | None:
         self._ids.append(problem.id)
-        found = self._seen.check(problem.prompt)
-        return None if found is None else f"{found[0]} duplicate of {self._ids[found[1]]}"
+        duplicate = self._seen.check(problem.prompt)
+        if duplicate is None:
+            return None
+        kind, earlier = duplicate
+        return f"{kind} duplicate of {self._ids[earlier]}"
 
 
 def decontaminated(evaluation_sets: Iterable[Problem], n: int = 8) -> Decontaminated[Problem]:

@@ -99,13 +99,13 @@ def read_conversations(path: Path) -> list[Conversation]:
             f"sft.data {str(path)!r} cannot be read: {error.strerror} "
             f"(give {' or '.join(MADE)}, or the path of a JSONL file)"
         ) from error
-    found = []
+    conversations = []
     for number, line in enumerate(data.splitlines(), start=1):
         if line.strip():
-            found.append(_parse(line, f"{path}:{number}", number))
-    if not found:
+            conversations.append(_parse(line, f"{path}:{number}", number))
+    if not conversations:
         raise DataError(f"{path}: holds no conversation")
-    return found
+    return conversations
 
 
 def _parse(line: bytes, where: str, number: int) -> Conversation:

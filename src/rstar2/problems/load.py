@@ -76,24 +76,24 @@ def read_jsonl(path: Path) -> Iterator[Problem]:
 
 def _parse(line: bytes, where: str, number: int) -> Problem:
     try:
-        found = msgspec.json.decode(line, type=_ProblemLine)
+        fields = msgspec.json.decode(line, type=_ProblemLine)
     except msgspec.MsgspecError as error:
         raise DataError(f"{where}: {error}; a problem has the fields {sorted(_FIELDS)}") from error
-    answer = found.answer
+    answer = fields.answer
     if isinstance(answer, float):
         if not math.isfinite(answer):
             raise DataError(f"{where}: answer {answer} is not a finite number")
         answer = int(answer) if answer.is_integer() else answer
-    if not found.prompt.strip():
+    if not fields.prompt.strip():
         raise DataError(f"{where}: prompt is empty")
     if not str(answer).strip():
         raise DataError(f"{where}: answer is empty")
     return Problem(
-        id=str(found.id) or str(number),
-        prompt=found.prompt,
+        id=str(fields.id) or str(number),
+        prompt=fields.prompt,
         answer=str(answer),
-        grader=found.grader,
-        kind=found.kind,
-        source=found.source,
-        meta=found.meta,
+        grader=fields.grader,
+        kind=fields.kind,
+        source=fields.source,
+        meta=fields.meta,
     )

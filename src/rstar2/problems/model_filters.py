@@ -237,11 +237,11 @@ class Asking:
                     if self.verdict(row) is not None:
                         break
                     seed = derive_seed("answers", self.question.seed, problem.id, sample)
-                    found = await ask(problem, sample, seed)
-                    if found.failure is None:
+                    sampled = await ask(problem, sample, seed)
+                    if sampled.failure is None:
                         in_a_row = 0
                         self._record(
-                            _AnswerLine(row, problem.id, sample, found.correct, found.answer)
+                            _AnswerLine(row, problem.id, sample, sampled.correct, sampled.answer)
                         )
                     else:
                         self.lost += 1
@@ -249,8 +249,8 @@ class Asking:
                         if in_a_row >= OUTAGE:
                             raise EngineError(
                                 f"{in_a_row} answers in a row were lost, the last one to "
-                                f"{found.failure.name}: {found.failure.message}; the same command "
-                                "goes on from here"
+                                f"{sampled.failure.name}: {sampled.failure.message}; run the "
+                                "same command again to resume"
                             )
                 if progress is not None:
                     progress(row + 1, self.answered)
@@ -327,12 +327,12 @@ class Asking:
 
 def _digest(path: Path) -> tuple[str, int]:
     """What tells files of problems apart, and how many problems there are."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     rows = 0
     for problem in read_jsonl(path):
-        found.update(encode((problem.id, problem.prompt, problem.answer, problem.grader)))
+        digest.update(encode((problem.id, problem.prompt, problem.answer, problem.grader)))
         rows += 1
-    return found.hexdigest()[:16], rows
+    return digest.hexdigest()[:16], rows
 
 
 # --------------------------------------------------------------------------- during training

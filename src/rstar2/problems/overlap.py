@@ -55,8 +55,8 @@ def words(text: str) -> list[str]:
     if "\\" in text:
         text = _SPACING.sub(" ", text)
         for _ in range(_NESTED):
-            text, found = _FRACTION.subn(_divided, text)
-            if not found:
+            text, replaced = _FRACTION.subn(_divided, text)
+            if not replaced:
                 break
         text = _COMMAND.sub(lambda match: f" {_COMMANDS.get(match[1], match[1])} ", text)
     return _WORDS.findall(_THOUSANDS.sub("", text))
@@ -109,9 +109,9 @@ _POWERS = {1 << i: np.uint64(pow(int(_MULTIPLIER), 1 << i, 1 << 64)) for i in ra
 @lru_cache(maxsize=4)
 def fingerprint(text: str) -> Fingerprint:
     """What both steps need of a text; they look at the same one in turn."""
-    found = words(text)
-    hashes = np.fromiter(map(_word_hash, found), dtype=np.uint64, count=len(found))
-    numbers = " ".join([word for word in found if "0" <= word[0] <= "9"])
+    listed = words(text)
+    hashes = np.fromiter(map(_word_hash, listed), dtype=np.uint64, count=len(listed))
+    numbers = " ".join([word for word in listed if "0" <= word[0] <= "9"])
     return Fingerprint(hashes, _word_hash(numbers))
 
 
@@ -176,8 +176,8 @@ class HashTable:
         key = key or 1  # 0 marks a free place
         mask = len(self._keys) - 1
         place = key & mask
-        while (found := self._keys[place]) != 0:
-            if found == key:
+        while (stored := self._keys[place]) != 0:
+            if stored == key:
                 return self._rows[place]
             place = (place + 1) & mask
         self._keys[place], self._rows[place] = key, row
@@ -237,14 +237,14 @@ class Duplicates:
 
     def check(self, text: str) -> tuple[str, int] | None:
         """("exact" or "near", number of the earlier text from 0), or None if this one is new."""
-        row, found = self._rows, fingerprint(text)
+        row, text_print = self._rows, fingerprint(text)
         self._rows += 1
-        signature = self._signature(found)
+        signature = self._signature(text_print)
         self._signatures.frombytes(signature.tobytes())
-        if (earlier := self._exact.first(_hash(found.words_T.tobytes()), row)) != row:
+        if (earlier := self._exact.first(_hash(text_print.words_T.tobytes()), row)) != row:
             return "exact", earlier
         near = None
-        for key in self._band_keys(signature, found.numbers):
+        for key in self._band_keys(signature, text_print.numbers):
             earlier = self._near.first(key, row)
             if near is None and earlier != row and self._similar(signature, earlier):
                 near = earlier
@@ -260,8 +260,8 @@ class Duplicates:
         listed: list[int] = keys.tolist()
         return listed
 
-    def _signature(self, found: Fingerprint) -> np.ndarray:
-        pairs = found.grams(2)
+    def _signature(self, text_print: Fingerprint) -> np.ndarray:
+        pairs = text_print.grams(2)
         if not len(pairs):
             return np.zeros(self.HASHES, dtype=np.uint32)
         mixed = (pairs[:, None] * self._a + self._b) >> np.uint64(32)

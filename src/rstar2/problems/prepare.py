@@ -50,11 +50,12 @@ class ProblemSource:
 
 def read_problems(source: ProblemSource) -> Iterator[tuple[str, Problem | Dropped]]:
     """Stream a source as problems; rows that are none come as `Dropped` of the step `read`."""
-    for found in known_rows(source.path, source.reader, lambda row: READERS[recognise(row)]):
-        if isinstance(found, BadRow):
-            yield found.where, Dropped(READ, found.reason, found.where, found.text)
+    for recognised in known_rows(source.path, source.reader, lambda row: READERS[recognise(row)]):
+        if isinstance(recognised, BadRow):
+            bad = recognised
+            yield bad.where, Dropped(READ, bad.reason, bad.where, bad.text)
             continue
-        row, reader = found
+        row, reader = recognised
         try:
             yield row.where, to_problem(row, reader, source.name)
         except MalformedRow as error:
@@ -110,15 +111,15 @@ class _Cleaning:
         stages = list(zip(self.steps, counts, strict=False))  # the verifier's count is left over
         rows = self.card.sources
         rows[source.name] = 0
-        for where, found in read_problems(source):
+        for where, problem in read_problems(source):
             reading.entered += 1
             rows[source.name] += 1
-            if isinstance(found, Dropped):
-                self.bin.drop(reading, found)
+            if isinstance(problem, Dropped):
+                self.bin.drop(reading, problem)
                 continue
             reading.left += 1
-            if self._passes(where, found, stages):
-                yield where, found
+            if self._passes(where, problem, stages):
+                yield where, problem
 
     def _passes(
         self, where: str, problem: Problem, stages: Sequence[tuple[DataFilter[Problem], StepCount]]

@@ -220,8 +220,8 @@ class _Text:
 
     def skip(self, mark: str) -> None:
         if not self.at(mark):
-            found = "the end of the file" if self.ended() else repr(self._text[self._place])
-            raise DataError(f"{self._path}: expected {mark!r} in the JSON array, found {found}")
+            next_mark = "the end of the file" if self.ended() else repr(self._text[self._place])
+            raise DataError(f"{self._path}: expected {mark!r} in the JSON array, found {next_mark}")
         self._place += 1
 
     def ended(self) -> bool:

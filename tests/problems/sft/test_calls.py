@@ -41,8 +41,8 @@ def test_a_call_is_written_as_the_chat_template_writes_it() -> None:
 
 @pytest.mark.parametrize("arguments", ['{"id": "u1", "n": 2}', r'"{\"id\": \"u1\", \"n\": 2}"'])
 def test_json_calls_with_objects_or_serialised_objects(arguments: str) -> None:
-    found = json_call(f'{{"name": "get_user", "arguments": {arguments}}}')
-    assert found == FunctionCall("get_user", {"id": "u1", "n": 2})
+    call = json_call(f'{{"name": "get_user", "arguments": {arguments}}}')
+    assert call == FunctionCall("get_user", {"id": "u1", "n": 2})
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_command_converts_all_publishers_in_tokens(published: Path, tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path / "tokenizer")
     names = ("toolace.json", "apigen-mt_5k.json", "glaive.json", "magicoder.jsonl", "tulu.parquet")
@@ -176,8 +177,8 @@ def test_the_command_converts_all_publishers_in_tokens(published: Path, tmp_path
     }
     assert card["lengths"]["all"]["unit"] == "tokens"
     assert 0 < card["lengths"]["all"]["trained"] < 1
-    found = read_conversations(tmp_path / "out" / "conversations.jsonl")
-    assert sum("<tool_call>" in m.content for c in found for m in c.messages) == 5
+    conversations = read_conversations(tmp_path / "out" / "conversations.jsonl")
+    assert sum("<tool_call>" in m.content for c in conversations for m in c.messages) == 5
 
 
 def test_the_command_explains_weights_it_cannot_read(published: Path, tmp_path: Path) -> None:

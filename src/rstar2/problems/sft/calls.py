@@ -116,18 +116,18 @@ def bracketed_calls(text: str, names: Sequence[str]) -> tuple[FunctionCall, ...]
 
 def _arguments(text: str, place: int, name: str) -> tuple[dict[str, Any], int]:
     """Read `a=1, b=2)`; returns the arguments and the place after the parenthesis."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     while True:
         place = _after_space(text, place)
         if text.startswith(")", place):
-            return found, place + 1
+            return arguments, place + 1
         match = _ARGUMENT.match(text, place)
         if match is None:
             raise BadCall(f"{name}: expected name=value at {text[place : place + 40]!r}")
-        if match[1] in found:
+        if match[1] in arguments:
             raise BadCall(f"{name}: argument {match[1]} is given twice")
         end = _value_end(text, match.end(), name)
-        found[match[1]] = _literal(text[match.end() : end], f"{name}: argument {match[1]}")
+        arguments[match[1]] = _literal(text[match.end() : end], f"{name}: argument {match[1]}")
         place = end + text.startswith(",", end)
 
 
@@ -251,10 +251,10 @@ def _schema(value: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_call(call: FunctionCall, tools: Sequence[Signature]) -> None:
     """Refuse a call that its signature does not allow."""
-    found = [tool["function"] for tool in tools if tool["function"]["name"] == call.name]
-    if not found:
+    functions = [tool["function"] for tool in tools if tool["function"]["name"] == call.name]
+    if not functions:
         raise BadCall(f"no such function: {call.name}")
-    if why := _mismatch(call.arguments, found[0]["parameters"], "arguments"):
+    if why := _mismatch(call.arguments, functions[0]["parameters"], "arguments"):
         raise BadCall(f"{call.name}: {why}")
 
 

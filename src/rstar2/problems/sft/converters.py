@@ -128,8 +128,8 @@ _TOOLACE_LIST = "Here is a list of functions in JSON format that you can invoke:
 
 def _toolace(fields: Mapping[str, Any]) -> ParsedConversation:
     """The functions stand in the system text; what says how to write calls is left out."""
-    before, found, after = _text(fields, "system").partition(_TOOLACE_LIST)
-    if not found:
+    before, marker, after = _text(fields, "system").partition(_TOOLACE_LIST)
+    if not marker:
         raise UnusableRow("no functions", "the system text lists no functions")
     try:
         listed, _ = json.JSONDecoder().raw_decode(after.lstrip())
@@ -191,16 +191,16 @@ def _glaive(fields: Mapping[str, Any]) -> ParsedConversation:
 def _glaive_tools(text: str) -> tuple[Signature, ...]:
     """JSON objects one after the other."""
     decoder, place = json.JSONDecoder(), 0
-    found: list[Signature] = []
+    tools: list[Signature] = []
     while place < len(text):
         try:
             value, place = decoder.raw_decode(text, place)
         except ValueError as error:
             raise BadCall(f"the list of functions does not parse: {error}") from error
-        found.append(signature(value))
+        tools.append(signature(value))
         while place < len(text) and text[place].isspace():
             place += 1
-    return tuple(found)
+    return tuple(tools)
 
 
 _FENCE = re.compile(r"^```[ \t]*([\w+#-]*)[^\n]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
@@ -247,7 +247,7 @@ def _magicoder(fields: Mapping[str, Any]) -> ParsedConversation:
 
 def _messages(fields: Mapping[str, Any], name: str = "messages") -> tuple[ParsedMessage, ...]:
     """OpenAI-style messages."""
-    found: list[ParsedMessage] = []
+    parsed: list[ParsedMessage] = []
     for message in _list(fields, name):
         role = _text(message, "role")
         if role not in ("system", "user", "assistant", "tool"):
@@ -257,10 +257,10 @@ def _messages(fields: Mapping[str, Any], name: str = "messages") -> tuple[Parsed
             raise BadCall("tool_calls is no list")
         made = tuple(call_of(c.get("function", c) if isinstance(c, Mapping) else c) for c in calls)
         if made and message.get("content") is None:
-            found.append(ParsedMessage(role, "", made))
+            parsed.append(ParsedMessage(role, "", made))
         else:
-            found.append(ParsedMessage(role, _text(message, "content", empty=bool(made)), made))
-    return tuple(found)
+            parsed.append(ParsedMessage(role, _text(message, "content", empty=bool(made)), made))
+    return tuple(parsed)
 
 
 def _tulu(fields: Mapping[str, Any]) -> ParsedConversation:
@@ -295,12 +295,12 @@ def _nemotron_input(fields: Mapping[str, Any]) -> tuple[ParsedMessage, ...]:
     """v1.1 holds messages, v1 one text in Llama 3's template."""
     if not isinstance(fields.get("input"), str):
         return _messages(fields, "input")
-    found = [(role, text.strip()) for role, text in _HEADERS.findall(fields["input"])]
-    if found and found[-1] == ("assistant", ""):
-        found.pop()
-    if not found:
+    turns = [(role, text.strip()) for role, text in _HEADERS.findall(fields["input"])]
+    if turns and turns[-1] == ("assistant", ""):
+        turns.pop()
+    if not turns:
         return (ParsedMessage("user", _text(fields, "input")),)
-    return tuple(ParsedMessage(role, text) for role, text in found)
+    return tuple(ParsedMessage(role, text) for role, text in turns)
 
 
 def _any_messages(fields: Mapping[str, Any]) -> ParsedConversation:

@@ -246,17 +246,17 @@ class _Conversion:
     def _parsed_rows(self, source: SftSource) -> Iterator[tuple[DataRow, ParsedConversation]]:
         reading, converting, calls = self.card.steps[:3]
         self.card.sources[source.name] = 0
-        recognised = known_rows(
+        rows = known_rows(
             source.path, source.converter, lambda fields: CONVERTERS[recognise(fields)]
         )
-        for found in recognised:
+        for recognised in rows:
             reading.entered += 1
             self.card.sources[source.name] += 1
-            if isinstance(found, BadRow):
-                dropped = Dropped(READ, found.reason, found.where, found.text)
+            if isinstance(recognised, BadRow):
+                dropped = Dropped(READ, recognised.reason, recognised.where, recognised.text)
                 self.bin.drop(reading, dropped)
                 continue
-            row, converter = found
+            row, converter = recognised
             reading.left += 1
             converting.entered += 1
             try:
