@@ -26,7 +26,7 @@ from rstar2.agent.parser import TOOL_NAME
 from rstar2.agent.template import Template
 from rstar2.codeenv.protocol import RunRequest, VerifyRequest, VerifyResult
 from rstar2.config import AgentConfig, SamplingConfig, SchedulerConfig, TemplateConfig
-from rstar2.engine.base import Engine, WeightUpdate
+from rstar2.engine.base import Engine, WeightTransfer, WeightUpdate
 from rstar2.learner.tiny import make_tokenizer
 from rstar2.report.svg import Series, line_chart
 from rstar2.rollout.fleet import Fleet
@@ -58,6 +58,8 @@ SAID = "Let me compute this and check the result with Python. "
 class ScriptedEngine:
     """Says the same turns to everybody, each after a fixed time."""
 
+    weight_transfer: WeightTransfer = "memory"
+
     def __init__(self, name: str, turns: Sequence[tuple[int, ...]]) -> None:
         self.name, self._turns = name, turns
         self._next: dict[str, int] = {}
@@ -87,10 +89,14 @@ class ScriptedEngine:
 
     async def update_weights(self, update: WeightUpdate) -> None: ...
 
+    async def resume(self) -> None: ...
+
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return [0.0] * (len(token_ids) - 1)
 
     async def close(self) -> None: ...
+
+    async def abort(self) -> None: ...
 
 
 class InstantTools:

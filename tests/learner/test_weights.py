@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rstar2.config import LossConfig, OptimizerConfig
-from rstar2.engine.base import WeightUpdate
+from rstar2.engine.base import WeightTransfer, WeightUpdate
 from rstar2.engine.embedded import EmbeddedEngine
 from rstar2.errors import WeightUpdateError
 from rstar2.learner.learner import Learner
@@ -27,7 +27,7 @@ PROBE = tuple(range(1, 40))
 class FileEngine:
     """An engine that reads weights from files, as a server in another process would."""
 
-    weight_transfer = "files"
+    weight_transfer: WeightTransfer = "files"
 
     def __init__(self, name: str = "files", ignores: bool = False) -> None:
         self.name, self.version, self._ignores = name, 0, ignores
@@ -41,6 +41,8 @@ class FileEngine:
         self.version = update.version
         if not (self._ignores and self._learner):
             self._learner = make_learner(update.path)
+
+    async def resume(self) -> None: ...
 
     async def load(self) -> EngineLoad:
         return EngineLoad(0, 0, 0, 0, self.version)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from rstar2.engine.base import WeightUpdate
+from rstar2.engine.base import WeightTransfer, WeightUpdate
 from rstar2.errors import EngineError
 from rstar2.types import EngineCapacity, EngineLoad, Finish, Generation, Sampling
 
 
 class ScriptedEngine:
     """Samples `seed % 97` until `tokens` are out, after `delay_s`; a dead one raises."""
+
+    weight_transfer: WeightTransfer = "memory"
 
     def __init__(self, name: str, *, kv: int = 1000, sequences: int = 64, tokens: int = 5) -> None:
         self.name = name
@@ -69,6 +71,11 @@ class ScriptedEngine:
         if self.dead:
             raise EngineError(f"{self.name} is dead")
         self.released.append(session)
+
+    async def resume(self) -> None: ...
+
+    async def abort(self) -> None:
+        await self.close()
 
     async def update_weights(self, update: WeightUpdate) -> None:
         self.version = update.version

@@ -122,7 +122,7 @@ class EngineApp:
             case "/capacity":
                 return engine.capacity()
             case "/resume":
-                return await engine.resume() if hasattr(engine, "resume") else None
+                return await engine.resume()
             case "/weights":
                 new = _decode(body, type=TakeWeights)
                 update = WeightUpdate(new.version, path=Path(new.path), hold=new.hold)

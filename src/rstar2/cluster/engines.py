@@ -20,7 +20,7 @@ from rstar2.cluster.hosts import EngineHost
 from rstar2.cluster.nodes import NodeError
 from rstar2.cluster.placement import Ledger, Need
 from rstar2.config import Recipe
-from rstar2.engine.base import WeightUpdate
+from rstar2.engine.base import WeightTransfer, WeightUpdate
 from rstar2.errors import DeadlineError, EngineError, UserError
 from rstar2.types import EngineCapacity, EngineLoad, Generation, Sampling
 
@@ -33,7 +33,7 @@ STOP_DEADLINE_S = 15.0
 class RemoteEngine:
     """`base.Engine` over an EngineHost."""
 
-    weight_transfer = "files"
+    weight_transfer: WeightTransfer = "files"
 
     def __init__(
         self, need: Need, recipe: Recipe, model: Path | str, ledger: Ledger, notify: Any
@@ -107,8 +107,8 @@ class RemoteEngine:
             await asyncio.gather(*self._releases, return_exceptions=True)
         self._ledger.release(self.name)
 
-    async def cut(self) -> None:
-        """Let go of a host that hangs or is gone: what waits for it fails at once."""
+    async def abort(self) -> None:
+        """Kill a host that hangs or is lost: calls that wait for it fail at once."""
         async with self._life:
             await self._end()
 

@@ -112,7 +112,7 @@ class Site:
         self.notify("node_lost", node=node.id, address=node.address, parts=list(parts))
         if node.id in self._servers:
             self._servers.pop(node.id).gone = True
-        await asyncio.gather(*(e.cut() for e in self._engines if e.name in parts))
+        await asyncio.gather(*(e.abort() for e in self._engines if e.name in parts))
 
     async def _joined(self, node: Node) -> None:
         """A node has joined: it gets a code environment now, and engines as they are started."""

@@ -15,12 +15,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from rstar2.types import EngineCapacity, EngineLoad, Generation, Sampling, WeightVersion
 
 if TYPE_CHECKING:
     import torch
+
+
+WeightTransfer = Literal["files", "memory"]
 
 
 class Generator(Protocol):
@@ -49,26 +52,40 @@ class WeightUpdate:
 
 
 class Engine(Generator, Protocol):
-    """An engine that can be scheduled, updated and proven."""
+    """An engine that can be scheduled, updated and verified."""
 
     name: str
+    weight_transfer: WeightTransfer
+    """How it takes new weights: as a `WeightUpdate` with `path` or with `state`."""
 
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        """Be able to serve; a no-op if it is. A restarted engine has stale weights."""
+        ...
 
-    def capacity(self) -> EngineCapacity: ...
+    def capacity(self) -> EngineCapacity:
+        """The KV cache and the number of sequences it can hold."""
+        ...
 
-    async def load(self) -> EngineLoad: ...
+    async def load(self) -> EngineLoad:
+        """What it holds and does now."""
+        ...
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Install new weights between steps; nothing cached under the old ones survives.
+        """Install new weights between two steps; no KV of the old ones is reused."""
+        ...
 
-        An engine that can hold running requests also has `async def resume(self) -> None`, which
-        lets them go on after an update with `hold`; others sample nothing while they update.
-        """
+    async def resume(self) -> None:
+        """Let running requests continue after an update with `hold`."""
         ...
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprob of each token after the first, at temperature 1: the probe of Invariant 7."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End in order; pending calls raise EngineError. Idempotent."""
+        ...
+
+    async def abort(self) -> None:
+        """End an engine that hangs or is unreachable, without asking it; as `close` otherwise."""
+        ...

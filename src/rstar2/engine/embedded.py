@@ -35,7 +35,7 @@ import msgspec
 
 from rstar2.child import Child
 from rstar2.engine import wire
-from rstar2.engine.base import WeightUpdate
+from rstar2.engine.base import WeightTransfer, WeightUpdate
 from rstar2.engine.worker import Settings, Worker
 from rstar2.errors import DeadlineError, EngineError, UserError
 from rstar2.types import EngineCapacity, EngineLoad, Generation, Sampling
@@ -53,6 +53,8 @@ OnToken = Callable[[list[int]], None]
 
 class EmbeddedEngine:
     """`base.Engine` over a worker that runs our decoder."""
+
+    weight_transfer: WeightTransfer = "memory"
 
     def __init__(
         self,
@@ -132,6 +134,12 @@ class EmbeddedEngine:
         self._fail_pending(EngineError(f"{self.name}: closed"))
         if link is not None:
             await link.close()
+
+    async def abort(self) -> None:
+        """Kill the worker instead of asking it to stop; a thread cannot be killed."""
+        if self._link is not None:
+            self._link.kill()
+        await self.close()
 
     async def _read(self, link: _Link) -> None:
         """Deliver what the worker sends until it is gone."""
@@ -349,6 +357,11 @@ class _Link:
             self.lost = True
             return None
         return wire.read_for_engine(body)
+
+    def kill(self) -> None:
+        """End a worker process at once; a thread ends when the link is closed."""
+        if isinstance(self._body, Child):
+            self._body.kill()
 
     async def post_mortem(self) -> str:
         """One sentence on how the worker ended."""

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rstar2.engine.base import WeightUpdate
+from rstar2.engine.base import WeightTransfer, WeightUpdate
 from rstar2.engine.vllm_client import VllmClient
 from rstar2.engine.vllm_server import ServerSettings, VllmServer
 from rstar2.errors import DeadlineError, EngineError, UserError
@@ -64,7 +64,7 @@ class VllmEngine:
         if (server is None) == (url is None):
             raise UserError(f"{name}: give either server settings or a url")
         self.name = name
-        self.weight_transfer = "files" if transfer is None else "memory"
+        self.weight_transfer: WeightTransfer = "files" if transfer is None else "memory"
         self._url = url
         self._server = VllmServer(name, server) if server is not None else None
         self._max_sequences = server.max_sequences if server else max_sequences
@@ -159,6 +159,10 @@ class VllmEngine:
         finally:
             if client is not None:
                 await client.close()
+
+    async def abort(self) -> None:
+        """As `close`: the server's supervisor ends also a server that hangs."""
+        await self.close()
 
     @property
     def client(self) -> VllmClient:

@@ -85,7 +85,7 @@ async def publish(
     this machine. `in_thread` runs the learner's blocking calls.
     """
     started = time.monotonic()
-    by_files = [e for e in engines if getattr(e, "weight_transfer", "memory") == "files"]
+    by_files = [e for e in engines if e.weight_transfer == "files"]
     by_memory = [e for e in engines if e not in by_files]
     expected = (await in_thread(learner.logprobs, [list(probe_ids)]))[0]
 
@@ -115,7 +115,7 @@ async def publish(
             f"version {version}: logprobs of the probe differ from the learner's beyond "
             f"{tolerance:g}: {', '.join(wrong)}"
         )
-    await asyncio.gather(*(e.resume() for e in engines if hasattr(e, "resume")))
+    await asyncio.gather(*(e.resume() for e in engines))
     return {
         "weights/version": float(version),
         "weights/megabytes": size / 1e6,

@@ -71,8 +71,7 @@ class Watchdog:
 
 async def cut_off(engine: Engine) -> None:
     """End an engine that does not answer; whoever waits for it gets an EngineError now."""
-    end = getattr(engine, "cut", engine.close)
     try:
-        await end()
+        await engine.abort()
     except EngineError as error:
         log.warning("engine %s did not end in order: %s", engine.name, error)
