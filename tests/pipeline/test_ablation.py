@@ -13,7 +13,7 @@ from rstar2.config import Recipe
 from rstar2.errors import RecipeError
 from rstar2.pipeline.ablation import (
     VARIANTS,
-    Run,
+    AblationRun,
     ablate,
     last_quarter,
     over_seeds,
@@ -24,8 +24,8 @@ from rstar2.pipeline.ablation import (
 from rstar2.pipeline.ablation_report import plot, table
 
 
-def run(variant: str, seed: int, accuracy: float, drawn: int = 16) -> Run:
-    return Run(
+def run(variant: str, seed: int, accuracy: float, drawn: int = 16) -> AblationRun:
+    return AblationRun(
         variant=variant,
         seed=seed,
         steps=(1, 2, 3, 4),

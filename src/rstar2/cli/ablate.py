@@ -21,7 +21,7 @@ from rstar2.errors import InfrastructureError, RecipeError
 
 if TYPE_CHECKING:
     from rstar2.config import Recipe
-    from rstar2.pipeline.ablation import Execute, Run
+    from rstar2.pipeline.ablation import AblationRun, Execute
 
 STOP_DEADLINE_S = 60.0
 
@@ -51,7 +51,7 @@ def ablate(
     if not chosen:
         raise RecipeError("--variants: none given")
 
-    async def supervised() -> list[Run]:
+    async def supervised() -> list[AblationRun]:
         task = asyncio.current_task()
         assert task is not None
         for number in (signal.SIGINT, signal.SIGTERM):

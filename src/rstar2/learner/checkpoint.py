@@ -27,8 +27,9 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 
 from rstar2.errors import CheckpointError
 from rstar2.files import remove_unfinished, replacing_directory
@@ -123,7 +124,7 @@ def save(path: Path, learner: Checkpointable, extra: dict[str, Any]) -> None:
     with replacing_directory(path) if learner.rank == 0 else nullcontext() as temporary:
         directory = _path_of_rank_0(temporary)
         with _without_process_group_warning():
-            dcp.save(learner.checkpoint_tensors(), checkpoint_id=directory / STATE)
+            state_dict_saver.save(learner.checkpoint_tensors(), checkpoint_id=directory / STATE)
         if learner.rank == 0:
             meta = json.dumps(_meta(learner, directory, extra), indent=1)
             write_meta(directory / META, meta)
@@ -141,8 +142,8 @@ def load(path: Path, learner: Checkpointable) -> dict[str, Any]:
     learner.prepare_restore(meta)
     try:
         with _without_process_group_warning():
-            dcp.load(learner.checkpoint_tensors(), checkpoint_id=path / STATE)
-    except (dcp.api.CheckpointException, OSError, RuntimeError) as error:
+            state_dict_loader.load(learner.checkpoint_tensors(), checkpoint_id=path / STATE)
+    except (CheckpointException, OSError, RuntimeError) as error:
         raise TornError(f"{path} cannot be read: {error}") from error
     torch.set_rng_state(_from_base64(meta["rng"]["torch"]))
     version, internal, gauss = meta["rng"]["python"]

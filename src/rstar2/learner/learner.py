@@ -33,7 +33,7 @@ from rstar2.errors import InvariantError, RecipeError
 from rstar2.grpo.batch import split_minibatches
 from rstar2.grpo.loss import Stats, TokenBatch, grpo_loss
 from rstar2.learner import checkpoint, weights
-from rstar2.learner.model import Policy, load_policy, shard
+from rstar2.learner.model import PackedPolicy, load_policy, shard
 from rstar2.learner.optim import Optimizers
 from rstar2.learner.pack import Pack, empty_pack, flat, input_length, make_pack, make_row, plan
 from rstar2.types import Batch, Sample, TokenValues
@@ -76,7 +76,7 @@ class Learner:
         torch.manual_seed(seed)
         random.seed(seed)
         self.dtype = torch.bfloat16 if learner.dtype == "bfloat16" else torch.float32
-        self.policy: Policy = load_policy(
+        self.policy: PackedPolicy = load_policy(
             model_dir, device, checkpointing=learner.activation_checkpointing
         )
         if self.ranks > 1:

@@ -9,6 +9,7 @@ Dimensions: `_T` predicted tokens, `_D` hidden size, `_V` vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ CHUNK_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class HeadScale:
-    """What some models do to their logits: x / divisor, then softcap * tanh(x / softcap)."""
+    """Scaling of logits in some models: x / divisor, then softcap * tanh(x / softcap)."""
 
     divisor: float = 1.0
     softcap: float | None = None
@@ -40,10 +41,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """(logprob, entropy) of each target under softmax(head(hidden)), both float32 [T]."""
     rows = max(1, chunk_bytes // (4 * weight_VD.shape[0]))
-    out: tuple[Tensor, Tensor] = _TokenLogprobs.apply(
-        hidden_TD, weight_VD, bias_V, target_T, scale, rows
-    )
-    return out
+    apply: Callable[..., tuple[Tensor, Tensor]] = _TokenLogprobs.apply
+    return apply(hidden_TD, weight_VD, bias_V, target_T, scale, rows)
 
 
 def _logits(

@@ -1,9 +1,9 @@
 """Any transformers causal LM as a policy over packs: tokens in, logprobs of chosen tokens out.
 
-`Policy` owns the model and is the root of sharding, so that embedding, body and head are used
+`PackedPolicy` owns the model and is the root of sharding, so that embedding, body and head are used
 under one forward. The body runs on the packed row; the head runs on predicted positions only.
 How a model turns hidden states into logits (scaling, soft-capping) is read from its config and
-proven against the model's own logits when it is loaded, so an unknown head is refused, not wrong.
+proven against the model's own logits when it is loaded, so a model with an unknown head is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import is_flash_attn_2_available, logging
+from transformers.utils import logging
+from transformers.utils.import_utils import is_flash_attn_2_available
 
 from rstar2.errors import RecipeError
 from rstar2.learner import attention
@@ -28,7 +29,7 @@ from rstar2.learner.pack import Pack, make_pack, make_row
 HEAD_TOLERANCE = 1e-3
 
 
-class Policy(nn.Module):
+class PackedPolicy(nn.Module):
     """Logprob and entropy of the predicted tokens of a pack."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -72,13 +73,13 @@ class Policy(nn.Module):
 
 
 def head_scale(config: Any) -> HeadScale:
-    """What the model's config says about its logits (Granite, Cohere, Gemma)."""
+    """How the model scales its logits, from its config (Granite, Cohere, Gemma)."""
     divisor = float(getattr(config, "logits_scaling", None) or 1.0)
     multiplier = float(getattr(config, "logit_scale", None) or 1.0)
     return HeadScale(divisor / multiplier, getattr(config, "final_logit_softcapping", None))
 
 
-def load_policy(model_dir: str | Path, device: str, *, checkpointing: bool = False) -> Policy:
+def load_policy(model_dir: str | Path, device: str, *, checkpointing: bool = False) -> PackedPolicy:
     """Load a model in float32 master weights, ready to train on packs."""
     with _no_progress_bar():
         model = AutoModelForCausalLM.from_pretrained(
@@ -94,7 +95,7 @@ def load_policy(model_dir: str | Path, device: str, *, checkpointing: bool = Fal
     return policy
 
 
-def prepare(model: PreTrainedModel, *, checkpointing: bool = False) -> Policy:
+def prepare(model: PreTrainedModel, *, checkpointing: bool = False) -> PackedPolicy:
     """Make a loaded model trainable: no dropout (ratios need one policy), gradients everywhere."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -103,12 +104,12 @@ def prepare(model: PreTrainedModel, *, checkpointing: bool = False) -> Policy:
     model.requires_grad_(True)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return Policy(model)
+    return PackedPolicy(model)
 
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Progress is the caller's to show."""
+    """Load without transformers' progress bar: the caller shows progress."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -126,7 +127,7 @@ def _attention(device: str) -> str:
 
 
 @torch.no_grad()
-def prove_head(policy: Policy, device: str) -> None:
+def prove_head(policy: PackedPolicy, device: str) -> None:
     """Compare our logprobs with the model's own logits on a few tokens, or refuse the model."""
     vocabulary = policy.model.config.get_text_config().vocab_size
     ids = [(7 * i + 1) % vocabulary for i in range(6)]
@@ -147,7 +148,7 @@ def prove_head(policy: Policy, device: str) -> None:
         )
 
 
-def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+def shard(policy: PackedPolicy, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """FSDP2: one group per decoder layer, the rest (embedding, norm, head) in the root group."""
     policy_dtype = MixedPrecisionPolicy(
         param_dtype=dtype if dtype is not torch.float32 else None, reduce_dtype=torch.float32
@@ -158,6 +159,6 @@ def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The blocks that a model says must not be split."""
+    """The modules that the model declares must not be split."""
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]

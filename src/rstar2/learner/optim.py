@@ -1,9 +1,14 @@
 """AdamW and Muon under one schedule, with state that is addressed by parameter name, so that a
 checkpoint can be restored onto any number of ranks.
 
-Muon (orthogonalised momentum) is for the weight matrices of the decoder layers; embeddings, head
-and vectors stay with AdamW. Matrices of one shape are orthogonalised together in float32, which
-on small models costs little where one call per matrix costs several times the step.
+Muon (orthogonalised momentum) updates the weight matrices of the decoder layers; AdamW updates
+embeddings, head and vectors.
+
+Why not `torch.optim.Muon` (torch 2.13): it orthogonalises in bfloat16, one matrix at a time, and
+does not gather matrices that FSDP has sharded. This one works in float32, so that results are equal
+on one rank and on several; it stacks matrices of one shape into one call, because on small models
+one call per matrix takes several times as long as the rest of the step; and it gathers each sharded
+matrix before orthogonalising it. Momentum, coefficients and the learning-rate scale are the same.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ def lr_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Map [n, a, b] matrices near their closest semi-orthogonal ones (Newton-Schulz, float32)."""
+    """Approximate the closest semi-orthogonal matrices of [n, a, b] (Newton-Schulz, float32)."""
     a, b, c = NEWTON_SCHULZ
     x = matrices.float()
     tall = x.shape[1] > x.shape[2]
@@ -46,7 +51,8 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if tall else x
+    result: Tensor = x.mT if tall else x
+    return result
 
 
 class Muon(torch.optim.Optimizer):
@@ -81,7 +87,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class Optimizers:
-    """What a config asks for, over named parameters: step, schedule, state by name."""
+    """The optimizers of a config over named parameters: step, schedule, state by name."""
 
     def __init__(
         self,
@@ -115,7 +121,7 @@ class Optimizers:
         self._start_state()
 
     def _start_state(self) -> None:
-        """Make all state now: a checkpoint is restored into it, whatever the number of steps."""
+        """Allocate all state now, so that a checkpoint can be restored into it at any step."""
         for name, param in self._named.items():
             owner = self._owner[name]
             if isinstance(owner, Muon):
@@ -133,7 +139,7 @@ class Optimizers:
         return lr_factor(self.steps, self.config, self.total_steps)
 
     def retune(self, config: OptimizerConfig, total_steps: int) -> None:
-        """Take over learning rates and schedule of a config; moments and step count stay."""
+        """Change learning rates and schedule; moments and step count stay."""
         self.config, self.total_steps = config, total_steps
         rates = (config.lr, config.matrix_lr)
         self._all = [(o, rate) for (o, _), rate in zip(self._all, rates, strict=False)]
@@ -157,7 +163,7 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Any]:
-        """Live tensors by `<parameter>.<moment>`; loading into them in place restores."""
+        """Live tensors by `<parameter>.<moment>`; a checkpoint is loaded into them in place."""
         return {
             f"{name}.{key}": value
             for name, param in self._named.items()

@@ -24,7 +24,7 @@ Ids = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PackedRow:
     """One sequence as the learner sees it: ids up to the last one predicted, and where to look."""
 
     index: int
@@ -42,7 +42,7 @@ class Row:
 class Pack:
     """One micro-batch: whole sequences end to end, longest first, no padding."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[PackedRow, ...]
     input_ids: Tensor
     position_ids: Tensor
     ragged: Ragged
@@ -62,7 +62,7 @@ def input_length(mask: Sequence[int]) -> int:
     return max(last, 0)
 
 
-def make_row(index: int, ids: Sequence[int], mask: Sequence[int]) -> Row:
+def make_row(index: int, ids: Sequence[int], mask: Sequence[int]) -> PackedRow:
     """The trainable part of one sequence, which must have a token to predict."""
     if len(ids) != len(mask):
         raise InvariantError(f"sequence {index}: {len(ids)} ids but a mask of {len(mask)}")
@@ -70,7 +70,7 @@ def make_row(index: int, ids: Sequence[int], mask: Sequence[int]) -> Row:
     if end < 2:
         raise InvariantError(f"sequence {index} has no token to predict")
     predict = np.flatnonzero(np.asarray(mask[1:end])) + 1
-    return Row(index, np.asarray(ids[:end], dtype=np.int64), predict)
+    return PackedRow(index, np.asarray(ids[:end], dtype=np.int64), predict)
 
 
 def plan(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[list[list[int]]]:
@@ -97,7 +97,7 @@ def plan(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[list[list[
     return [bins[m * ranks : (m + 1) * ranks] for m in range(count)]
 
 
-def make_pack(rows: Sequence[Row], device: torch.device | str = "cpu") -> Pack:
+def make_pack(rows: Sequence[PackedRow], device: torch.device | str = "cpu") -> Pack:
     """Lay rows end to end, longest first."""
     ordered = sorted(rows, key=lambda row: (-row.tokens, row.index))
     lengths = tuple(row.tokens for row in ordered)
@@ -121,7 +121,9 @@ def make_pack(rows: Sequence[Row], device: torch.device | str = "cpu") -> Pack:
 def empty_pack(device: torch.device | str = "cpu") -> Pack:
     """A micro-batch that predicts nothing: it only takes part in the collectives."""
     nothing = np.zeros(0, dtype=np.int64)
-    return make_pack([Row(index=-1, ids=np.zeros(2, dtype=np.int64), predict=nothing)], device)
+    return make_pack(
+        [PackedRow(index=-1, ids=np.zeros(2, dtype=np.int64), predict=nothing)], device
+    )
 
 
 def flat(values: Sequence[Sequence[float]], pack: Pack, device: torch.device | str) -> Tensor:

@@ -106,7 +106,8 @@ def make_model(seed: int, vocabulary: int, eos: int, pad: int) -> LlamaForCausal
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return LlamaForCausalLM(config).float()
+        model: LlamaForCausalLM = LlamaForCausalLM(config).float()
+    return model
 
 
 def make_tiny(directory: Path, seed: int) -> None:

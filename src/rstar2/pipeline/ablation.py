@@ -1,10 +1,10 @@
-"""The comparison that the paper lacks: what resampling keeps, all else equal.
+"""Ablation of resampling, which the paper lacks: only what is kept of a group differs.
 
     seed ──> SFT ──> export ──> every variant ──> held-out evaluations and curves per step
 
 Variants of one seed start from the same SFT weights and see the same problems in the same order,
-so differences are taken within seeds. All train on the same number of kept rollouts a step; what
-they drew for it is reported beside. Each run has its own directory and goes on where it stopped.
+so differences are taken within seeds. All train on the same number of kept rollouts per step; the
+number of drawn rollouts is reported too. Each run has its own directory and can be resumed.
 """
 
 from __future__ import annotations
@@ -27,16 +27,13 @@ VARIANTS = ("grpo", "uniform", "roc", "roc-no-errors", "roc-no-format", "release
 REFERENCE = "roc"
 PARTS = 4
 
-T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-"""Two-sided 95% quantiles of Student's t by degrees of freedom."""
-
 Execute = Callable[[Recipe, Path], Awaitable[None]]
-"""Runs a recipe in a directory to its end, or goes on with it."""
+"""Runs a recipe in a directory to its end, or resumes it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """One variant with one seed, as its directory tells."""
+class AblationRun:
+    """The record of one variant with one seed."""
 
     variant: str
     seed: int
@@ -46,18 +43,18 @@ class Run:
     kept: tuple[float, ...]
     reward: tuple[float | None, ...]
     failing: tuple[float | None, ...]
-    """Failing calls in correct rollouts, per step."""
+    """Tool-error rate in correct rollouts, per step."""
     tool_errors: tuple[float | None, ...]
     length: tuple[float | None, ...]
     checkpoints: tuple[int, ...]
-    """Steps after which the held-out problems were answered; 0 is the SFT policy."""
+    """Steps after which the policy was evaluated; 0 is the SFT policy."""
     greedy: tuple[float, ...]
     sampled: tuple[float, ...]
     heldout_failing: tuple[float | None, ...]
 
 
 def recipe_of(variant: str, seed: int, steps: int | None, overrides: Sequence[str] = ()) -> Recipe:
-    """A variant's recipe: its steps are cut into equal parts, each followed by an evaluation."""
+    """A variant's recipe: its steps in equal parts, each followed by an evaluation."""
     recipe = load_recipe(f"ablations/{variant}", overrides, seed=seed).recipe
     if steps is None:
         return recipe
@@ -81,12 +78,12 @@ async def ablate(
     execute: Execute,
     overrides: Sequence[str] = (),
     jobs: int = 1,
-) -> list[Run]:
-    """Run what is missing under `out`, at most `jobs` runs at once, then read everything back."""
+) -> list[AblationRun]:
+    """Run what is missing under `out`, at most `jobs` runs at once, then read all runs."""
     for variant in variants:
         if variant not in VARIANTS:
             raise RecipeError(f"--variants {variant}: known are {', '.join(VARIANTS)}")
-        recipe_of(variant, seeds[0], steps, overrides)  # refuse all of it before any of it runs
+        recipe_of(variant, seeds[0], steps, overrides)  # refuse a wrong recipe before anything runs
     free = asyncio.Semaphore(jobs)
 
     async def run(recipe: Recipe, path: Path) -> None:
@@ -107,7 +104,7 @@ async def ablate(
 
 
 def common_recipe(seed: int, overrides: Sequence[str]) -> Recipe:
-    """SFT alone: the weights that all variants of a seed start from."""
+    """SFT only: it makes the weights that all variants of a seed start from."""
     recipe = recipe_of("base", seed, None, overrides)
     rl = recipe.rl.model_copy(update={"stages": ()})
     return recipe.model_copy(update={"name": "ablation-sft", "rl": rl})
@@ -122,8 +119,8 @@ def variant_recipe(
     return recipe.model_copy(update={"model": model, "sft": None})
 
 
-def read_run(path: Path, variant: str, seed: int) -> Run:
-    """What one finished run recorded."""
+def read_run(path: Path, variant: str, seed: int) -> AblationRun:
+    """Read the record of a finished run."""
     lines = [m for m in read_metrics(path) if "reward" in m]
     made = {(e.stage, e.mode): e for e in read_evaluations(path)}
     stages = list(dict.fromkeys(["sft", *(line["stage"] for line in lines)]))
@@ -142,7 +139,7 @@ def read_run(path: Path, variant: str, seed: int) -> Run:
             out.append(total)
         return tuple(out)
 
-    return Run(
+    return AblationRun(
         variant=variant,
         seed=seed,
         steps=tuple(range(1, len(lines) + 1)),
@@ -170,22 +167,24 @@ def over_seeds(values: Sequence[float]) -> Estimate:
     mean = fmean(values)
     if count == 1:
         return Estimate(mean, math.nan, math.nan, 1)
-    half = T95.get(count - 1, 1.96) * stdev(values) / math.sqrt(count)
+    from scipy.stats import t  # imported on use: it takes a second
+
+    half = float(t.ppf(0.975, count - 1)) * stdev(values) / math.sqrt(count)
     return Estimate(mean, mean - half, mean + half, count)
 
 
 def last_quarter(values: Sequence[float | None]) -> float:
-    """The mean of what is known of the last quarter of the steps."""
+    """The mean over the last quarter of the steps, without missing values."""
     known = [v for v in values[-max(1, len(values) // 4) :] if v is not None]
     return fmean(known) if known else math.nan
 
 
-FIGURES: Mapping[str, Callable[[Run], float]] = {
+FIGURES: Mapping[str, Callable[[AblationRun], float]] = {
     "held-out greedy": lambda r: r.greedy[-1] if r.greedy else math.nan,
     "held-out sampled": lambda r: r.sampled[-1] if r.sampled else math.nan,
-    "held-out failing calls": lambda r: _or_nan(r.heldout_failing),
+    "held-out tool-error rate in correct": lambda r: _or_nan(r.heldout_failing),
     "reward, last quarter": lambda r: last_quarter(r.reward),
-    "failing calls, last quarter": lambda r: last_quarter(r.failing),
+    "tool-error rate in correct, last quarter": lambda r: last_quarter(r.failing),
     "length, last quarter": lambda r: last_quarter(r.length),
     "rollouts drawn": lambda r: r.drawn[-1] if r.drawn else 0.0,
     "rollouts kept": lambda r: r.kept[-1] if r.kept else 0.0,
@@ -196,7 +195,7 @@ def _or_nan(values: Sequence[float | None]) -> float:
     return values[-1] if values and values[-1] is not None else math.nan
 
 
-def summary(runs: Sequence[Run]) -> dict[str, dict[str, dict[str, Estimate]]]:
+def summary(runs: Sequence[AblationRun]) -> dict[str, dict[str, dict[str, Estimate]]]:
     """Per variant and figure: the mean over seeds, and the difference to RoC within seeds."""
     by = {(r.variant, r.seed): r for r in runs}
     out: dict[str, dict[str, dict[str, Estimate]]] = {}
@@ -213,8 +212,8 @@ def summary(runs: Sequence[Run]) -> dict[str, dict[str, dict[str, Estimate]]]:
     return out
 
 
-def to_json(runs: Sequence[Run]) -> str:
-    """All curves and the summary, for machines; nothing that is not a number is a null."""
+def to_json(runs: Sequence[AblationRun]) -> str:
+    """All curves and the summary, for machines; values that are not a number are null."""
     from rstar2.types import encode
 
     document = {

@@ -1,4 +1,4 @@
-"""The ablation as people read it: a Markdown table with intervals, and one SVG with the curves."""
+"""Report of an ablation: a Markdown table with intervals, and one SVG with the curves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
-from rstar2.pipeline.ablation import FIGURES, Run, over_seeds, summary
+from rstar2.pipeline.ablation import FIGURES, AblationRun, over_seeds, summary
 from rstar2.report.svg import HEIGHT, WIDTH, Series, line_chart, percent
 from rstar2.types import Estimate
 
@@ -21,9 +21,9 @@ text{font:11px system-ui,sans-serif;fill:#374151}.grid{stroke:#e5e7eb}.axis{stro
 """
 
 
-def table(runs: Sequence[Run]) -> str:
+def table(runs: Sequence[AblationRun]) -> str:
     """One row per variant: mean over seeds with its 95% interval, then differences to RoC."""
-    found = summary(runs)
+    rows = summary(runs)
     seeds = len({r.seed for r in runs})
     names = list(FIGURES)
     lines = [
@@ -33,10 +33,10 @@ def table(runs: Sequence[Run]) -> str:
         "| variant | " + " | ".join(names) + " |",
         "|---|" + "---|" * len(names),
     ]
-    for variant, row in found.items():
+    for variant, row in rows.items():
         cells = [_cell(row[name]["mean"], name in SHARES) for name in names]
         lines.append(f"| {variant} | " + " | ".join(cells) + " |")
-    differences = {v: row for v, row in found.items() if "minus roc" in row[names[0]]}
+    differences = {v: row for v, row in rows.items() if "minus roc" in row[names[0]]}
     if differences:
         lines += ["", "Difference to `roc` within seeds:", ""]
         lines += ["| variant | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
@@ -51,11 +51,11 @@ def table(runs: Sequence[Run]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(runs: Sequence[Run]) -> str:
-    """Failing calls and reward by step, accuracy by step and by rollouts drawn; one SVG file."""
+def plot(runs: Sequence[AblationRun]) -> str:
+    """Tool errors and reward by step, accuracy by step and by rollouts drawn, as one SVG."""
     variants = list(dict.fromkeys(r.variant for r in runs))
     charts = [
-        ("Failing calls in correct rollouts, by step", _curves(runs, lambda r: r.failing)),
+        ("Tool-error rate in correct rollouts, by step", _curves(runs, lambda r: r.failing)),
         ("Reward of rollouts, by step", _curves(runs, lambda r: r.reward)),
         ("Held-out sampled accuracy, by step", _points(runs, against_drawn=False)),
         ("Held-out sampled accuracy, by rollouts drawn", _points(runs, against_drawn=True)),
@@ -90,7 +90,9 @@ def plot(runs: Sequence[Run]) -> str:
     return "".join([*parts, "</svg>\n"])
 
 
-def _curves(runs: Sequence[Run], of: Callable[[Run], Sequence[float | None]]) -> list[Series]:
+def _curves(
+    runs: Sequence[AblationRun], of: Callable[[AblationRun], Sequence[float | None]]
+) -> list[Series]:
     """Mean over seeds per step, smoothed, with the band of the interval over seeds."""
     out = []
     for index, variant in enumerate(dict.fromkeys(r.variant for r in runs)):
@@ -103,7 +105,7 @@ def _curves(runs: Sequence[Run], of: Callable[[Run], Sequence[float | None]]) ->
     return out
 
 
-def _points(runs: Sequence[Run], *, against_drawn: bool) -> list[Series]:
+def _points(runs: Sequence[AblationRun], *, against_drawn: bool) -> list[Series]:
     """Held-out accuracy at every evaluation, mean over seeds with its interval."""
     out = []
     for index, variant in enumerate(dict.fromkeys(r.variant for r in runs)):
