@@ -63,6 +63,7 @@ def imports(path: Path) -> Iterator[str]:
                 yield from (f"rstar2.{alias.name}" for alias in node.names)
             elif node.module.startswith("rstar2."):
                 yield node.module
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def layer(name: str) -> int:
@@ -95,6 +96,32 @@ def test_parts_do_not_import_each_other_in_circles() -> None:
         for name in leaves:
             del edges[name]
     assert edges == {}, f"these import each other: {sorted(edges)}"
+
+
+ROOMS = {
+    "client": ("server", "jail"),
+    "server": ("client",),
+    "jail": ("client", "server"),
+}
+"""Each package of the code environment, and the packages that it must not import."""
+SHARED = {"", "deadlines", "protocol", "wire"}
+"""Modules of the code environment that all three packages may import."""
+
+
+def test_the_code_environment_is_three_packages() -> None:
+    wrong = []
+    for module, path in modules().items():
+        if part(module) != "codeenv":
+            continue
+        room = ".".join(module.split(".")[2:3])
+        assert room in ROOMS or room in SHARED, f"{module} belongs to no package"
+        forbidden = tuple(ROOMS) if room in SHARED else ROOMS[room]
+        wrong += [
+            f"{module} imports {name}"
+            for name in imports(path)
+            if name.startswith(tuple(f"rstar2.codeenv.{other}" for other in forbidden))
+        ]
+    assert wrong == []
 
 
 def test_light_modules_load_no_torch() -> None:

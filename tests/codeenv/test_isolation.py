@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from rstar2.codeenv.jail import frames, seccomp, syscalls
 from rstar2.codeenv.jail.frames import Record, WorkerReply
 from rstar2.codeenv.server import outcome, probe
+from rstar2.codeenv.server.executor import effective_limits
 from rstar2.errors import IsolationError
 from rstar2.types import Limits, Outcome
 
@@ -33,10 +34,10 @@ def test_best_level_is_taken_by_itself() -> None:
 
 
 def test_fall_back_to_portable_says_why() -> None:
-    found = probe.resolve("auto", replace(ABLE, namespaces="unshare: Operation not permitted"))
-    assert found.level == "portable"
-    assert "Operation not permitted" in found.reason
-    assert found.advice
+    resolution = probe.resolve("auto", replace(ABLE, namespaces="unshare: Operation not permitted"))
+    assert resolution.level == "portable"
+    assert "Operation not permitted" in resolution.reason
+    assert resolution.advice
 
 
 def test_strict_is_refused_where_it_cannot_be_had() -> None:
@@ -51,9 +52,9 @@ def test_nothing_is_served_without_landlock(asked: str) -> None:
 
 
 def test_probe_of_this_machine_answers() -> None:
-    found = probe.probe()
-    assert found.kernel
-    assert found.landlock_abi >= 0
+    features = probe.probe()
+    assert features.kernel
+    assert features.landlock_abi >= 0
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
@@ -119,5 +120,5 @@ def test_outcome_follows_what_was_seen(
 
 def test_limits_are_defaults_within_caps() -> None:
     cap = Limits(10.0, 10.0, 1000, 64, 64, 64, 5000)
-    found = outcome.effective(Limits(wall_s=99.0, memory_mb=64), LIMITS, cap)
-    assert (found.wall_s, found.memory_mb, found.cpu_s) == (10.0, 64, 5.0)
+    limits = effective_limits(Limits(wall_s=99.0, memory_mb=64), LIMITS, cap)
+    assert (limits.wall_s, limits.memory_mb, limits.cpu_s) == (10.0, 64, 5.0)

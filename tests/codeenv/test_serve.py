@@ -77,7 +77,7 @@ async def test_an_unwritable_directory_is_one_clear_error() -> None:
 async def test_a_server_that_dies_at_once_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     server = LocalServer(CodeEnvConfig())
-    with pytest.raises(CodeEnvError, match="status 1"):
+    with pytest.raises(CodeEnvError, match="ended with code 1"):
         await server.start()
     assert not server.running
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from rstar2.codeenv import deadlines
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.config import CodeEnvConfig
@@ -25,59 +26,65 @@ from rstar2.types import Limits, ToolResult, encode
 
 TOKEN_VARIABLE = "RSTAR2_CODEENV_TOKEN"
 PORT = 8088
-QUEUE_S = 60.0
-"""Time that `run` allows for starting and queueing, beside the program's own limit."""
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
-    help="Run untrusted Python fast and in a jail: as a service, or one program from here.",
+    help="Run untrusted Python in a jail: as a server, or one program from the command line.",
 )
 progress = Console(stderr=True)
 
 Isolation = Annotated[
     str,
     typer.Option(
-        help="auto takes the best level that this machine allows; strict (namespaces) or portable "
-        "refuse to start where they cannot be had. `rstar2 doctor` explains.",
+        help="Isolation level: auto takes the best one that this machine supports; strict "
+        "(namespaces) or portable fail to start if unavailable. See `rstar2 doctor`.",
     ),
 ]
 Url = Annotated[
-    str, typer.Option(help="use the server at this URL instead of starting one for this command")
+    str, typer.Option(help="Use the server at this URL instead of starting one for this command.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON on stdout")]
-WallS = Annotated[float | None, typer.Option(help="seconds that a call may take")]
-CpuS = Annotated[float | None, typer.Option(help="seconds of CPU that a call may use")]
-MemoryMb = Annotated[int | None, typer.Option(help="memory of a call and its children")]
-Processes = Annotated[int | None, typer.Option(help="processes and threads of a call")]
-FileMb = Annotated[int | None, typer.Option(help="largest file that a call may write")]
-ScratchMb = Annotated[int | None, typer.Option(help="scratch space of a call")]
-OutputChars = Annotated[int | None, typer.Option(help="characters kept of each stream")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+WallS = Annotated[float | None, typer.Option(help="Seconds of wall time that a call may take.")]
+CpuS = Annotated[float | None, typer.Option(help="Seconds of CPU time that a call may use.")]
+MemoryMb = Annotated[int | None, typer.Option(help="Memory in MB of a call and its children.")]
+Processes = Annotated[int | None, typer.Option(help="Processes and threads of a call.")]
+FileMb = Annotated[
+    int | None, typer.Option(help="Size in MB of the largest file that a call may write.")
+]
+ScratchMb = Annotated[int | None, typer.Option(help="Scratch space in MB of a call.")]
+OutputChars = Annotated[int | None, typer.Option(help="Characters kept of each stream.")]
 
 
 @app.command()
 def serve(
     host: Annotated[
-        str, typer.Option(help="address to listen on; beyond loopback a token is required")
+        str, typer.Option(help="Address to listen on; a token is required beyond loopback.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free port", min=0, max=65535)] = PORT,
+    port: Annotated[
+        int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)
+    ] = PORT,
     isolation: Isolation = "auto",
     slots: Annotated[
-        int, typer.Option(help="calls executed at once; 0 takes one per core, plus one", min=0)
+        int, typer.Option(help="Calls executed at once; 0 means one per core, plus one.", min=0)
     ] = 0,
     queue: Annotated[
-        int, typer.Option(help="calls that may wait; beyond it callers get 429", min=1)
+        int, typer.Option(help="Calls that may wait; above that, callers get status 429.", min=1)
     ] = 50_000,
     token_file: Annotated[
-        Path | None, typer.Option(help=f"file that holds the token (or set {TOKEN_VARIABLE})")
+        Path | None, typer.Option(help=f"File that contains the token (or set {TOKEN_VARIABLE}).")
     ] = None,
     wall_s: WallS = None,
     memory_mb: MemoryMb = None,
-    max_wall_s: Annotated[float | None, typer.Option(help="most wall_s a call may ask")] = None,
-    max_memory_mb: Annotated[int | None, typer.Option(help="most memory_mb it may ask")] = None,
+    max_wall_s: Annotated[
+        float | None, typer.Option(help="Highest wall_s that a call may request.")
+    ] = None,
+    max_memory_mb: Annotated[
+        int | None, typer.Option(help="Highest memory_mb that a call may request.")
+    ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="print one line of JSON on stdout when ready")
+        bool, typer.Option("--json", help="Print one line of JSON on stdout when ready.")
     ] = False,
 ) -> None:
     """Serve the code environment over HTTP until Ctrl-C or SIGTERM.
@@ -87,11 +94,11 @@ def serve(
     curl -s localhost:8088/v1/run -d '{"id": "1", "code": "print(1+1)"}'
     curl -s localhost:8088/health
 
-    Also answers code-judge's /run/batch, /run/long-batch and SandboxFusion's /run_code.
-    The first signal lets running calls finish for 10 s; a second one ends them at once.
+    Also implements code-judge's /run/batch, /run/long-batch and SandboxFusion's /run_code.
+    After the first signal, running calls have 10 s to finish; a second signal ends them at once.
     """
-    from rstar2.codeenv.server.serve import ServerReady
     from rstar2.codeenv.server.serve import serve as run_server
+    from rstar2.codeenv.wire import ServerReady
 
     config = _config(
         host=host, port=port, isolation=isolation, slots=slots, queue=queue,
@@ -116,8 +123,10 @@ def serve(
 
 @app.command()
 def run(
-    file: Annotated[str, typer.Argument(help="program to run, or - for stdin")],
-    stdin: Annotated[Path | None, typer.Option(help="file that the program reads as stdin")] = None,
+    file: Annotated[str, typer.Argument(help="Program to run, or - for stdin.")],
+    stdin: Annotated[
+        Path | None, typer.Option(help="File that the program reads as stdin.")
+    ] = None,
     as_json: AsJson = False,
     isolation: Isolation = "auto",
     url: Url = "",
@@ -129,14 +138,14 @@ def run(
     scratch_mb: ScratchMb = None,
     output_chars: OutputChars = None,
 ) -> None:
-    """Run one program in the jail and show what became of it.
+    """Run one program in the jail and show its result.
 
     \b
     rstar2 codeenv run solution.py --stdin input.txt --wall-s 2
     echo 'import sympy; sympy.factorint(2**64 - 1)' | rstar2 codeenv run -
 
     Its output goes to stdout, its errors and the summary to stderr; the value of a last expression
-    is shown when nothing was printed. Exit code 0 if it ran through, 1 if it did not.
+    is shown when nothing was printed. The exit code is 0 if the program succeeded, else 1.
     """
     limits = Limits(wall_s, cpu_s, memory_mb, processes, file_mb, scratch_mb, output_chars)
     if wall_s is not None and cpu_s is None:
@@ -146,7 +155,7 @@ def run(
         sys.stdin.read() if file == "-" else _read(Path(file), "FILE"),
         "" if stdin is None else _read(stdin, "--stdin"),
         limits,
-        deadline_s=QUEUE_S + (wall_s or 60.0),
+        deadline_s=deadlines.COMMAND_QUEUE_S + (wall_s or 60.0),
     )
     result = asyncio.run(_run_one(call, _client_config(url, isolation, slots=1)))
     if as_json:
@@ -163,16 +172,18 @@ async def _run_one(call: RunRequest, config: CodeEnvConfig) -> ToolResult:
 
 @app.command()
 def bench(
-    seconds: Annotated[float, typer.Option(help="how long to measure each program", min=0.1)] = 3.0,
-    concurrency: Annotated[int, typer.Option(help="calls under way at once", min=1)] = 64,
-    slots: Annotated[int, typer.Option(help="slots of the local server; 0 as serve", min=0)] = 0,
+    seconds: Annotated[float, typer.Option(help="Seconds to measure each program.", min=0.1)] = 3.0,
+    concurrency: Annotated[int, typer.Option(help="Calls in flight at once.", min=1)] = 64,
+    slots: Annotated[
+        int, typer.Option(help="Slots of the local server; 0 means one per core, plus one.", min=0)
+    ] = 0,
     isolation: Isolation = "auto",
     url: Url = "",
     as_json: AsJson = False,
 ) -> None:
-    """Measure calls a second and latency of a few small programs, through HTTP.
+    """Measure calls per second and latency of a few small programs, through HTTP.
 
-    For the comparison with other ways to run Python see benchmarks/codeenv.py.
+    benchmarks/codeenv.py compares this with other ways to run Python.
     """
     from rstar2.codeenv.client.bench import PROGRAMS, measure
 
@@ -200,14 +211,14 @@ def bench(
             f"{row['p99_ms']:.1f}", str(row["infrastructure"]),
         )  # fmt: skip
     Console().print(table)
-    progress.print(f"{concurrency} calls under way, {rows[0]['isolation']} isolation")
+    progress.print(f"{concurrency} calls in flight, {rows[0]['isolation']} isolation")
 
 
 # --------------------------------------------------------------------------- helpers
 
 
 def _config(**settings: Any) -> CodeEnvConfig:
-    """A checked configuration; what pydantic objects to becomes one line."""
+    """A checked configuration; a validation error of pydantic becomes one line."""
     from pydantic import ValidationError
 
     try:
@@ -263,7 +274,7 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
 
 
 def _show(result: ToolResult) -> None:
-    """The program's streams where they belong, then one line about the call."""
+    """Print the program's streams, then one line about the call."""
     if result.stdout:
         typer.echo(_printable(result.stdout, sys.stdout), nl=not result.stdout.endswith("\n"))
     if result.value is not None:
@@ -274,7 +285,7 @@ def _show(result: ToolResult) -> None:
     colour = "green" if result.outcome.succeeded else "red"
     facts = [f"{result.wall_s:.3f} s", f"{result.cpu_s:.3f} s CPU", f"{result.peak_mb:.0f} MB"]
     if result.truncated:
-        facts.append("output cut")
+        facts.append("output truncated")
     facts.append(f"{result.isolation or 'no'} isolation")
     progress.print(f"[{colour}]{result.outcome}[/] · " + " · ".join(facts), highlight=False)
     if result.message and not result.outcome.succeeded:
@@ -282,7 +293,7 @@ def _show(result: ToolResult) -> None:
 
 
 def _printable(text: str, stream: Any) -> str:
-    """On a terminal, control characters of an untrusted program are shown, not obeyed."""
+    """On a terminal, show control characters of an untrusted program instead of sending them."""
     if not stream.isatty():
         return text
     return "".join(

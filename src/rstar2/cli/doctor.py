@@ -1,7 +1,7 @@
-"""`rstar2 doctor`: what this machine can do, which isolation level follows, and what to change.
+"""`rstar2 doctor`: what this machine supports, which isolation level it gets, and what to change.
 
-Tries the kernel's abilities for real, in throw-away children; imports neither torch nor any other
-large package (their versions come from the installed metadata).
+Tries each kernel feature in a temporary child process. Imports neither torch nor any other large
+package: versions come from the installed metadata.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rstar2.codeenv.jail import cgroups
-from rstar2.codeenv.server import probe as kernel
+from rstar2.codeenv.server import probe
 from rstar2.errors import IsolationError
 from rstar2.types import encode
 
@@ -29,19 +29,20 @@ PACKAGES = (
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     cluster: Annotated[
         str | None,
-        typer.Option("--cluster", help="examine every node of this Ray cluster (host:port, auto)"),
+        typer.Option("--cluster", help="Examine every node of this Ray cluster (host:port, auto)."),
     ] = None,
     run: Annotated[
-        Path | None, typer.Option("--run", help="with --cluster: a directory all nodes must share")
+        Path | None,
+        typer.Option("--run", help="With --cluster: a directory that all nodes must share."),
     ] = None,
 ) -> None:
-    """Show what this machine can do, the isolation level you get and why, and what to change.
+    """Show what this machine supports, its isolation level and the reason, and what to change.
 
-    Exit code 1 if the code environment cannot isolate programs here at all; with --cluster, if any
-    node differs in a way that a run would fail on.
+    The exit code is 1 if no isolation level is available; with --cluster, if a node differs so
+    that a run would fail.
     """
     if cluster is not None:
         from rstar2.cli.doctor_cluster import examine_cluster
@@ -57,34 +58,34 @@ def doctor(
 
 
 def examine() -> dict[str, Any]:
-    """All findings, as JSON would carry them."""
-    found = kernel.probe()
+    """All findings, in the form of the JSON output."""
+    features = probe.probe()
     return {
         "machine": {
             "cores": len(os.sched_getaffinity(0)),
             "memory_gb": _memory_gb("MemTotal"),
             "memory_available_gb": _memory_gb("MemAvailable"),
-            "architecture": found.machine,
+            "architecture": features.machine,
         },
         "kernel": {
-            "release": found.kernel,
-            "root": found.root,
-            "namespaces": found.namespaces or "yes",
-            "seccomp": found.seccomp or "yes",
-            "landlock_abi": found.landlock_abi,
-            "pidfd": found.pidfd or "yes",
-            "cgroups": list(found.cgroups),
+            "release": features.kernel,
+            "root": features.root,
+            "namespaces": features.namespaces or "yes",
+            "seccomp": features.seccomp or "yes",
+            "landlock_abi": features.landlock_abi,
+            "pidfd": features.pidfd or "yes",
+            "cgroups": list(features.cgroups),
             "cgroup_versions": sorted({h.version for h in cgroups.hierarchies()}),
-            "huge_pages": found.huge_pages,
+            "huge_pages": features.huge_pages,
         },
-        "isolation": _isolation(found),
+        "isolation": _isolation(features),
         "python": {"version": platform.python_version(), "packages": _packages()},
     }
 
 
-def _isolation(found: kernel.Probe) -> dict[str, Any]:
+def _isolation(features: probe.Probe) -> dict[str, Any]:
     try:
-        resolution = kernel.resolve("auto", found)
+        resolution = probe.resolve("auto", features)
     except IsolationError as error:
         return {"level": None, "reason": str(error), "advice": [], "child_processes": False}
     return {
@@ -92,7 +93,7 @@ def _isolation(found: kernel.Probe) -> dict[str, Any]:
         "reason": resolution.reason,
         "advice": list(resolution.advice),
         "child_processes": resolution.level == "strict"
-        and {"memory", "pids"} <= set(found.cgroups),
+        and {"memory", "pids"} <= set(features.cgroups),
     }
 
 
@@ -133,7 +134,7 @@ def _show(findings: dict[str, Any]) -> None:
     table.add_row("  Landlock", _mark(facts["landlock_abi"] > 0, landlock))
     table.add_row("  pidfd", _mark(facts["pidfd"] == "yes", facts["pidfd"]))
     versions = "".join(f" (v{v})" for v in facts["cgroup_versions"])
-    controllers = ", ".join(facts["cgroups"]) + versions or "none that limits can be set with"
+    controllers = ", ".join(facts["cgroups"]) + versions or "none in which limits can be set"
     table.add_row("  cgroups", _mark({"memory", "pids"} <= set(facts["cgroups"]), controllers))
     huge = facts["huge_pages"]
     table.add_row("  huge pages", _mark(huge in ("always", "madvise"), huge))

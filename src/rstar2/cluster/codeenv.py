@@ -14,12 +14,11 @@ from rstar2.cluster import nodes
 from rstar2.cluster.hosts import CodeEnvHost
 from rstar2.cluster.nodes import NodeError
 from rstar2.cluster.placement import Node, Place
+from rstar2.codeenv import deadlines
 from rstar2.codeenv.wire import ServerReady
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError, DeadlineError
 
-START_DEADLINE_S = 120.0
-STOP_DEADLINE_S = 15.0
 FOREVER_S = 1e9
 
 
@@ -50,7 +49,7 @@ class RemoteServer:
         )
         try:
             url, self.token, pids = await nodes.answer(
-                self._actor.start.remote(), f"{self.name} starts", START_DEADLINE_S
+                self._actor.start.remote(), f"{self.name} starts", deadlines.REMOTE_START_S
             )
         except NodeError as error:
             nodes.kill(self._actor)
@@ -87,7 +86,9 @@ class RemoteServer:
             return
         if alive and not self.gone:
             try:
-                await nodes.answer(actor.stop.remote(), f"{self.name} stops", STOP_DEADLINE_S)
+                await nodes.answer(
+                    actor.stop.remote(), f"{self.name} stops", deadlines.REMOTE_STOP_S
+                )
             except (NodeError, DeadlineError) as error:
                 self._notify("not_stopped", part=self.name, why=str(error))
         nodes.kill(actor)

@@ -41,6 +41,8 @@ EXIT_REPORT_S = 5.0
 CALL_TABLE_GRACE_S = WORKER_GRACE_S + EXIT_REPORT_S + 1.0
 CLIENT_READ_GRACE_S = CALL_TABLE_GRACE_S + 1.0
 SERVER_WRITE_GRACE_S = 60.0
+COMMAND_QUEUE_S = 60.0
+"""`rstar2 codeenv run` allows this for the queue, in addition to the program's own limit."""
 BODY_READ_S = 60.0
 """A caller must have sent the whole body of a request by then."""
 

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from rstar2.child import describe_exit
 from rstar2.codeenv import deadlines, wire
 from rstar2.errors import CodeEnvError, InfrastructureError, QueueFullError, UserError
 
@@ -145,7 +146,7 @@ class ServerEndpoint:
                 wait.cancel()
 
     async def _process_end(self, owned: OwnedServer) -> None:
-        self.mark_down(f"its process ended with status {await owned.wait()}")
+        self.mark_down(f"its process {describe_exit(await owned.wait())}")
 
     async def _revive(self) -> None:
         """Try until the server answers; pause longer after each failure.

@@ -1,26 +1,24 @@
-"""A server that a client starts, owns and restarts; it dies with its owner, even on kill -9.
+"""A server process that a client starts, owns and restarts; it ends with its owner, on kill -9 too.
 
-The child is `python -m rstar2.codeenv.server.serve` in its own session (a Ctrl-C in the terminal
-reaches
-the owner, who then stops it in order). The pipe to its stdin is the lease on its life: its end
-tells the child that the owner is gone.
+The child is `python -m rstar2.codeenv.server.serve`. The pipe to its stdin carries the
+configuration and then stays open: when it closes, the server knows that its owner has ended.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import secrets
-import signal
 import sys
 
 import msgspec
 
 from rstar2 import errors
+from rstar2.child import Child
 from rstar2.codeenv import deadlines
 from rstar2.codeenv.wire import ServerReady
 from rstar2.config import CodeEnvConfig
-from rstar2.errors import CodeEnvError, DeadlineError
+from rstar2.errors import CodeEnvError
+
+COMMAND = ("-m", "rstar2.codeenv.server.serve")
 
 
 class LocalServer:
@@ -30,51 +28,37 @@ class LocalServer:
         self.token = secrets.token_hex(16)
         self.config = config.model_copy(update={"urls": (), "token": self.token, "host": host})
         self.ready = ServerReady()
-        self._process: asyncio.subprocess.Process | None = None
+        self._child: Child | None = None
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
+        return self._child.pid if self._child is not None else None
 
     @property
     def running(self) -> bool:
-        return self._process is not None and self._process.returncode is None
+        return self._child is not None and self._child.running
 
     async def start(self) -> ServerReady:
-        """Start the process and wait until it serves; raises the error it named."""
+        """Start the process and wait until it serves; raises the error that it reports."""
         assert not self.running, "one owned server at a time"
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "rstar2.codeenv.server.serve",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,
+        self._child = Child(
+            "the local code environment",
+            [sys.executable, *COMMAND],
+            parent_death_signal=None,  # it watches its stdin, and then cleans up
+            grace_s=deadlines.OWNED_STOP_S,
+            stdin=self.config.model_dump_json().encode() + b"\n",
+            reads_line=True,
         )
-        try:
-            async with asyncio.timeout(deadlines.OWNED_START_S):
-                self.ready = await self._hello(self._process)
-        except TimeoutError as error:
-            await self.stop()
-            raise DeadlineError(
-                f"the local code environment did not start within {deadlines.OWNED_START_S:g} s"
-            ) from error
-        except BaseException:
-            await self.stop()
-            raise
+        self.ready = await self._child.ready(self._first_line(self._child), deadlines.OWNED_START_S)
         return self.ready
 
-    async def _hello(self, process: asyncio.subprocess.Process) -> ServerReady:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with contextlib.suppress(ConnectionError):  # it died at once: the empty line below tells
-            process.stdin.write(self.config.model_dump_json().encode() + b"\n")
-            await process.stdin.drain()
-        line = await process.stdout.readline()
+    async def _first_line(self, child: Child) -> ServerReady:
+        line = await child.read_line()
         if not line:
+            await child.wait()
             raise CodeEnvError(
-                f"the local code environment ended at once with status {await process.wait()}; "
-                "its message is on stderr, and `rstar2 doctor` shows what this machine can do"
+                f"the local code environment could not start: {child.describe_end()}; "
+                "its message is on stderr, and `rstar2 doctor` shows what this machine supports"
             )
         ready = msgspec.json.decode(line, type=ServerReady)
         if ready.error:
@@ -83,25 +67,12 @@ class LocalServer:
         return ready
 
     async def wait(self) -> int:
-        """Wait for the process to end."""
-        assert self._process is not None
-        return await self._process.wait()
+        """Wait until the process has ended; returns its exit code."""
+        assert self._child is not None
+        return await self._child.wait()
 
     async def stop(self) -> None:
-        """Ask it to end, then make it; returns when it is gone."""
-        process = self._process
-        if process is None:
-            return
-        if process.returncode is None:
-            if process.stdin is not None:
-                process.stdin.close()
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
-            try:
-                await asyncio.wait_for(process.wait(), deadlines.OWNED_STOP_S)
-            except TimeoutError:
-                process.kill()
-        await process.wait()
-        # asyncio closes the pipes when the transport notices; do it now, so that nothing is left.
-        process._transport.close()  # type: ignore[attr-defined]
-        self._process = None
+        """Stop the process: close its stdin, SIGTERM, then SIGKILL after the grace period."""
+        child, self._child = self._child, None
+        if child is not None:
+            await child.stop()

@@ -287,11 +287,8 @@ class BatchStream:
 async def _read_body(scope: Scope, receive: Receive) -> bytes:
     """The request body, bounded in size and time."""
     length = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
-    too_large = Refusal(
-        "too_large", f"the body is above {wire.MAX_BODY_BYTES} bytes; send smaller batches"
-    )
     if length.isdigit() and int(length) > wire.MAX_BODY_BYTES:
-        raise too_large
+        raise _too_large()
     parts, size = [], 0
     try:
         async with asyncio.timeout(deadlines.BODY_READ_S):
@@ -304,13 +301,18 @@ async def _read_body(scope: Scope, receive: Receive) -> bytes:
                 parts.append(message.get("body", b""))
                 size += len(parts[-1])
                 if size > wire.MAX_BODY_BYTES:
-                    raise too_large
+                    raise _too_large()
                 if not message.get("more_body", False):
                     return b"".join(parts)
     except TimeoutError as error:
         raise Refusal(
             "bad_json", f"the body was not complete after {deadlines.BODY_READ_S:g} s"
         ) from error
+
+
+def _too_large() -> Refusal:
+    message = f"the body is above {wire.MAX_BODY_BYTES} bytes; send smaller batches"
+    return Refusal("too_large", message)
 
 
 async def _disconnect(receive: Receive) -> None:

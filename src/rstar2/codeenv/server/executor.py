@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -101,7 +102,12 @@ class WorkerExecutor:
     def _build(self, isolation: str) -> None:
         self.isolation = isolation
         self.workers = WorkerPool(isolation, self.slots, self.functions)
-        self._sessions = Sessions(self.config, self.workers)
+        config = self.config
+        standard = effective_limits(Limits(), config.default, config.cap)
+        session_limits = replace(
+            standard, memory_mb=config.session_memory_mb, cpu_s=config.cap.cpu_s
+        )
+        self._sessions = Sessions(config, self.workers, session_limits)
 
     async def _warm_up(self) -> None:
         await self.workers.start()
@@ -140,7 +146,7 @@ class WorkerExecutor:
 
     async def run(self, request: RunRequest, deadline: float) -> ToolResult:
         """Execute a program before a deadline (monotonic)."""
-        limits = outcome.effective(request.limits, self.config.default, self.config.cap)
+        limits = effective_limits(request.limits, self.config.default, self.config.cap)
         code, stdin = (t.encode("utf-8", "surrogatepass") for t in (request.code, request.stdin))
         if len(code) + len(stdin) > frames.MAX_BODY:
             raise UserError(
@@ -179,7 +185,7 @@ class WorkerExecutor:
             known = ", ".join(sorted(self.functions))
             text = f"no function {request.function!r}; there are: {known}"
             return VerifyResult(request.id, error="unknown_function", message=text)
-        limits = outcome.effective(
+        limits = effective_limits(
             Limits(wall_s=request.deadline_s, cpu_s=request.deadline_s),
             self.config.default,
             self.config.cap,
@@ -187,7 +193,7 @@ class WorkerExecutor:
         order = {"function": request.function, "arguments": dict(request.arguments)}
         code = json.dumps(order).encode()
         header = self._header(frames.VERIFY, limits, len(code), 0)
-        standard = outcome.effective(Limits(), self.config.default, self.config.cap)
+        standard = effective_limits(Limits(), self.config.default, self.config.cap)
         attempt = self._on_any_worker("verify", standard, (code,))
         try:
             attempts, (reply, body, oom) = await self._attempt(attempt, 2, header, deadline)
@@ -266,6 +272,26 @@ class WorkerExecutor:
             return reply, body, False
 
         return attempt
+
+
+@functools.lru_cache(maxsize=256)
+def effective_limits(asked: Limits, default: Limits, cap: Limits) -> Limits:
+    """Every limit set: what was asked or the default, never above the server's cap."""
+
+    def pick(name: str) -> float:
+        wanted = getattr(asked, name)
+        value = getattr(default, name) if wanted is None else wanted
+        return min(float(value), float(getattr(cap, name)))
+
+    return Limits(
+        wall_s=float(pick("wall_s")),
+        cpu_s=float(pick("cpu_s")),
+        memory_mb=int(pick("memory_mb")),
+        processes=int(pick("processes")),
+        file_mb=int(pick("file_mb")),
+        scratch_mb=int(pick("scratch_mb")),
+        output_chars=int(pick("output_chars")),
+    )
 
 
 def _within(header: WorkerRequest, deadline: float) -> WorkerRequest:

@@ -6,7 +6,6 @@ ended by itself gets to say how (its record).
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 
@@ -127,24 +126,4 @@ def build(
         peak_mb=reply.peak_mb,
         isolation=isolation,
         attempts=attempts,
-    )
-
-
-@functools.lru_cache(maxsize=256)
-def effective(asked: Limits, default: Limits, cap: Limits) -> Limits:
-    """Every limit set: what was asked or the default, never above the server's cap."""
-
-    def pick(name: str) -> float:
-        wanted = getattr(asked, name)
-        value = getattr(default, name) if wanted is None else wanted
-        return min(float(value), float(getattr(cap, name)))
-
-    return Limits(
-        wall_s=float(pick("wall_s")),
-        cpu_s=float(pick("cpu_s")),
-        memory_mb=int(pick("memory_mb")),
-        processes=int(pick("processes")),
-        file_mb=int(pick("file_mb")),
-        scratch_mb=int(pick("scratch_mb")),
-        output_chars=int(pick("output_chars")),
     )

@@ -1,7 +1,7 @@
-"""What this kernel and container allow, which isolation level follows, and why.
+"""What this kernel and container support, and the isolation level that follows.
 
-`resolve` is asked once before a pool is made. It tries the real thing in throw-away children: a
-user or mount namespace that cannot be made says so in the reason.
+`resolve` is called once before an executor is made. It tries each feature in a temporary child
+process; the reason names a namespace that could not be created.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from rstar2.errors import IsolationError
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Abilities of this kernel, container and user, as tried just now."""
+    """Features of this kernel, container and user, as tried just now."""
 
     machine: str
     kernel: str
     root: bool
     landlock_abi: int
     seccomp: str | None
-    """None: works; else why not. Likewise namespaces and pidfd."""
+    """None if it works, else why not; the same for namespaces and pidfd."""
     namespaces: str | None
     pidfd: str | None
     cgroups: tuple[str, ...]
-    """Controllers that limits can be set with: memory, pids."""
+    """Controllers with which limits can be set: memory, pids."""
     huge_pages: str
 
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """The level that calls will get, and why not a better one."""
+    """The isolation level of calls, and why it is not a better one."""
 
     level: Isolation
     reason: str
@@ -48,7 +48,7 @@ class Resolution:
 
 def probe() -> Probe:
     """Try everything that the jail needs."""
-    found = {c for h in cgroups.hierarchies() for c in h.controllers}
+    controllers = {c for h in cgroups.hierarchies() for c in h.controllers}
     return Probe(
         machine=syscalls.MACHINE,
         kernel=os.uname().release,
@@ -57,46 +57,46 @@ def probe() -> Probe:
         seccomp=_tried(_try_seccomp),
         namespaces=_tried(_try_namespaces),
         pidfd=_tried(lambda: os.close(os.pidfd_open(os.getpid()))),
-        cgroups=tuple(sorted(found)),
+        cgroups=tuple(sorted(controllers)),
         huge_pages=_huge_pages(),
     )
 
 
-def resolve(asked: str, found: Probe | None = None) -> Resolution:
-    """The level for `asked` (auto, strict, portable); IsolationError where it cannot be had."""
-    found = found or probe()
+def resolve(asked: str, features: Probe | None = None) -> Resolution:
+    """The level for `asked` (auto, strict, portable); IsolationError if it is unavailable."""
+    features = features or probe()
     common = [
         text
         for text in (
-            None if found.landlock_abi else "Landlock is missing (Linux 5.13 or later needed)",
-            found.seccomp and f"seccomp: {found.seccomp}",
-            found.pidfd and f"pidfd: {found.pidfd}",
+            None if features.landlock_abi else "Landlock is missing (Linux 5.13 or later needed)",
+            features.seccomp and f"seccomp: {features.seccomp}",
+            features.pidfd and f"pidfd: {features.pidfd}",
         )
         if text
     ]
     if common:
-        raise IsolationError("no isolation level can be had here: " + "; ".join(common))
-    advice = _advice(found)
+        raise IsolationError("no isolation level is available here: " + "; ".join(common))
+    advice = _advice(features)
     if asked == "portable":
-        return Resolution("portable", "asked for", advice)
-    if found.namespaces is None:
-        return Resolution("strict", "namespaces can be made", advice)
+        return Resolution("portable", "requested", advice)
+    if features.namespaces is None:
+        return Resolution("strict", "namespaces can be created", advice)
     if asked == "strict":
         raise IsolationError(
-            f"isolation strict cannot be had: {found.namespaces}. " + " ".join(advice)
+            f"isolation strict is unavailable: {features.namespaces}. " + " ".join(advice)
         )
-    return Resolution("portable", f"no namespaces: {found.namespaces}", advice)
+    return Resolution("portable", f"no namespaces: {features.namespaces}", advice)
 
 
-def _advice(found: Probe) -> tuple[str, ...]:
+def _advice(features: Probe) -> tuple[str, ...]:
     advice = []
-    if found.namespaces is not None:
+    if features.namespaces is not None:
         advice.append(
             "For strict: allow unprivileged user namespaces (sysctl user.max_user_namespaces, "
             "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns=0), "
             "or in a container add CAP_SYS_ADMIN or a seccomp profile that allows unshare."
         )
-    if set(found.cgroups) != {"memory", "pids"}:
+    if set(features.cgroups) != {"memory", "pids"}:
         advice.append(
             "For child processes inside calls: give the service a delegated control group with "
             "memory and pids (systemd-run --user -p Delegate=yes, or run as root)."
@@ -105,7 +105,7 @@ def _advice(found: Probe) -> tuple[str, ...]:
 
 
 def worker_uid(level: str, wanted: int) -> int | None:
-    """The unprivileged uid that root gives a worker; None keeps the own one.
+    """The unprivileged uid that root gives a worker; None keeps the current one.
 
     In portable the interpreter must stay readable for that uid, since its files are not bound to
     other places; where it is not, the worker stays root without capabilities, held by Landlock.
@@ -128,20 +128,20 @@ def _open_to_all(path: str) -> bool:
 
 
 def sweep_runtime() -> None:
-    """Remove runtime directories of services that are gone."""
+    """Remove runtime directories of servers that have ended."""
     for entry in Path(tempfile.gettempdir()).glob("rstar2-codeenv-*-*-*"):
         if not cgroups.owner_alive(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
 
 
 def _tried(action: Callable[[], object]) -> str | None:
-    """Run `action` in a forked child; None if it worked, else what it said."""
+    """Run `action` in a forked child; None if it worked, else its error."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             action()
-        except Exception as error:  # noqa: BLE001 - told to the parent, which decides
+        except Exception as error:  # noqa: BLE001 - reported to the parent, which decides
             os.write(writer, str(error).encode()[:2000] or b"failed")
         finally:
             os._exit(0)
@@ -160,7 +160,7 @@ def _try_seccomp() -> None:
 
 
 def _try_namespaces() -> None:
-    """Namespaces, mounts and the pivot, for real, in a directory of its own."""
+    """Create namespaces, mount and pivot, in a temporary directory."""
     runtime = tempfile.mkdtemp(prefix=f"{cgroups.owner_name()}-")
     try:
         pid = os.fork()
@@ -193,7 +193,7 @@ def _enter_trial(runtime: str) -> None:
             os._exit(0)
         _, status = os.waitpid(pid, 0)
         os._exit(1 if status else 0)
-    except BaseException as error:  # noqa: BLE001 - told to the parent through the file
+    except BaseException as error:  # noqa: BLE001 - reported to the parent in the file
         os.write(error_file, str(error).encode())
     finally:
         os._exit(1)

@@ -17,7 +17,6 @@ from rstar2.codeenv import deadlines
 from rstar2.codeenv.jail import frames
 from rstar2.codeenv.jail.frames import WorkerReply, WorkerRequest
 from rstar2.codeenv.protocol import SessionInfo
-from rstar2.codeenv.server import outcome
 from rstar2.codeenv.server.workers import WorkerLink, WorkerPool
 from rstar2.codeenv.server.zygotes import WorkerLostError
 from rstar2.config import CodeEnvConfig
@@ -47,23 +46,17 @@ class SessionLease:
 class Sessions:
     """All live sessions of a server."""
 
-    def __init__(self, config: CodeEnvConfig, workers: WorkerPool) -> None:
+    def __init__(self, config: CodeEnvConfig, workers: WorkerPool, limits: Limits) -> None:
         self._config = config
         self._workers = workers
+        self.limits = limits
+        """Limits of a session from open to close."""
         self._live: dict[str, SessionLease] = {}
         self._sequence = 0
         self._janitor: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
         return len(self._live)
-
-    @property
-    def limits(self) -> Limits:
-        """Limits of a session from open to close."""
-        limits = outcome.effective(Limits(), self._config.default, self._config.cap)
-        return replace(
-            limits, memory_mb=self._config.session_memory_mb, cpu_s=self._config.cap.cpu_s
-        )
 
     async def open(self, session: str | None, ttl_s: float | None) -> SessionInfo:
         """A fresh interpreter under a lease."""

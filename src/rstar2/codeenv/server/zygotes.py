@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from rstar2.child import Child
 from rstar2.codeenv import deadlines
 from rstar2.codeenv.jail import zygote
 from rstar2.errors import CodeEnvError, DeadlineError, IsolationError
@@ -32,7 +31,7 @@ class ZygoteLink:
         self._functions = dict(functions)
         self._workers: dict[str, WorkerLink] = {}
         self._spawned: dict[str, asyncio.Future[int]] = {}
-        self._process: asyncio.subprocess.Process | None = None
+        self._child: Child | None = None
         self._control: socket.socket | None = None
         self._reader: asyncio.Task[None] | None = None
         self.alive = False
@@ -40,7 +39,7 @@ class ZygoteLink:
 
     @property
     def pid(self) -> int:
-        return self._process.pid if self._process else 0
+        return self._child.pid if self._child else 0
 
     async def start(self) -> None:
         """Start the process and wait until it is warm."""
@@ -48,51 +47,47 @@ class ZygoteLink:
         ours.setblocking(False)
         settings = json.dumps({"flavour": self.flavour, "functions": self._functions})
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._placed(theirs.fileno(), settings),
-                env=zygote.environment(),
-                cwd="/",
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=sys.stderr.fileno()
-                if os.environ.get("RSTAR2_CODEENV_DEBUG")
-                else asyncio.subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
+            self._child = Child(
+                f"the {self.flavour} zygote",
+                [*zygote.command(), settings, str(theirs.fileno())],
+                parent_death_signal=None,  # it watches its control socket, and then cleans up
+                grace_s=deadlines.ZYGOTE_STOP_S,
+                environment=zygote.environment(),
+                directory="/",
+                descriptors=(theirs.fileno(),),
+                quiet=not os.environ.get("RSTAR2_CODEENV_DEBUG"),
             )
         finally:
             theirs.close()
         self._control = ours
         try:
             async with asyncio.timeout(deadlines.ZYGOTE_WARM_UP_S):
-                data = await asyncio.get_running_loop().sock_recv(ours, 1 << 16)
+                report = await asyncio.get_running_loop().sock_recv(ours, 1 << 16)
         except TimeoutError:
             await self.close()
             raise DeadlineError(
-                f"the {self.flavour} zygote was not warm in {deadlines.ZYGOTE_WARM_UP_S} s"
+                f"the {self.flavour} zygote was not warm in {deadlines.ZYGOTE_WARM_UP_S:g} s"
             ) from None
-        if not data:
+        if not report:
             await self.close()
-            raise CodeEnvError(f"the {self.flavour} zygote died while warming up")
-        self.ready = json.loads(data)
+            raise CodeEnvError(
+                f"the {self.flavour} zygote ended during its warm-up: {self._child.describe_end()}"
+            )
+        self.ready = json.loads(report)
         self.alive = True
         self._reader = asyncio.create_task(self._listen(), name=f"zygote-{self.flavour}")
-
-    @staticmethod
-    def _placed(descriptor: int, settings: str) -> list[str]:
-        return [*zygote.command(), settings, str(descriptor)]
 
     async def _listen(self) -> None:
         assert self._control is not None
         loop = asyncio.get_running_loop()
         while True:
             try:
-                data = await loop.sock_recv(self._control, 1 << 16)
+                packet = await loop.sock_recv(self._control, 1 << 16)
             except OSError:
-                data = b""
-            if not data:
+                packet = b""
+            if not packet:
                 break
-            self._heard(json.loads(data))
+            self._on_message(json.loads(packet))
         self.alive = False
         for future in self._spawned.values():
             if not future.done():
@@ -100,7 +95,7 @@ class ZygoteLink:
         for link in list(self._workers.values()):
             link.on_exited(oom=False)
 
-    def _heard(self, message: dict[str, Any]) -> None:
+    def _on_message(self, message: dict[str, Any]) -> None:
         if "spawned" in message or "failed" in message:
             name = message.get("spawned") or message["failed"]
             future = self._spawned.pop(name, None)
@@ -145,22 +140,15 @@ class ZygoteLink:
             theirs.close()
             self._spawned.pop(spec.name, None)
 
-    async def close(self, within_s: float = deadlines.ZYGOTE_STOP_S) -> None:
+    async def close(self) -> None:
         """Close the control socket: the zygote reaps its workers and ends, or is killed."""
         self.alive = False
         if self._reader is not None:
             self._reader.cancel()
         if self._control is not None:
             self._control.close()
-        if self._process is None:
+        if self._child is None:
             return
         if not self.ready:  # still warming up: it has no workers yet and does not listen
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-        try:
-            async with asyncio.timeout(within_s):
-                await self._process.wait()
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
+            self._child.kill()
+        await self._child.stop()
