@@ -1,1 +1,5 @@
 """The client: sends calls to one or several servers, and starts and owns a local one."""
+
+from rstar2.codeenv.client.client import CodeEnvClient
+
+__all__ = ["CodeEnvClient"]
