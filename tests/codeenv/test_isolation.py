@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from rstar2.codeenv.jail import frames, seccomp, syscalls
 from rstar2.codeenv.jail.frames import Record, WorkerReply
-from rstar2.codeenv.server import outcome, probe
-from rstar2.codeenv.server.executor import effective_limits
+from rstar2.codeenv.server import probe
+from rstar2.codeenv.server.executor import build_result, clip, effective_limits
 from rstar2.errors import IsolationError
 from rstar2.types import Limits, Outcome
 
@@ -74,7 +74,7 @@ def test_unknown_machine_is_refused_by_name() -> None:
 
 @given(st.text(max_size=400), st.integers(0, 100), st.integers(0, 50))
 def test_clip_keeps_both_ends_and_counts_exactly(text: str, limit: int, already: int) -> None:
-    shown, cut = outcome.clip(text, limit, already)
+    shown, cut = clip(text, limit, already)
     if not already and len(text) <= limit:
         assert (shown, cut) == (text, 0)
         return
@@ -94,7 +94,7 @@ def test_any_bytes_are_a_record_or_none(data: bytes) -> None:
 @given(st.binary(max_size=60), st.integers(0, 255), st.integers(0, 8))
 def test_any_reply_becomes_a_result(record: bytes, code: int, cause: int) -> None:
     reply = WorkerReply(1, code << 8, cause, 0, 0, 0, len(record), 0.1, 0.1, 1.0)
-    result = outcome.build("x", reply, record, LIMITS, "strict")
+    result = build_result("x", reply, record, LIMITS, "strict")
     assert result.call_id == "x"
     assert result.exit_code == code
 
@@ -115,7 +115,7 @@ def test_outcome_follows_what_was_seen(
     status: int, cause: int, oom: bool, expected: Outcome
 ) -> None:
     reply = WorkerReply(1, status, cause, 0, 0, 0, 0, 0.1, 0.1, 1.0)
-    assert outcome.build("x", reply, b"", LIMITS, "strict", oom).outcome is expected
+    assert build_result("x", reply, b"", LIMITS, "strict", oom).outcome is expected
 
 
 def test_limits_are_defaults_within_caps() -> None:

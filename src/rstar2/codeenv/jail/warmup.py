@@ -82,15 +82,6 @@ _PROGRAMS = {
 }
 
 
-def flavour_for(code: bytes) -> str:
-    """The lightest flavour that has what a program mentions; any flavour serves it correctly."""
-    if b"scipy" in code or (b"random" in code and (b"numpy" in code or b"np." in code)):
-        return "scipy"
-    if b"sympy" in code or b"mpmath" in code:
-        return "base"
-    return "numpy" if b"numpy" in code else "plain"
-
-
 def _layers(flavour: str) -> list[str]:
     """A flavour and what it is built on, lightest first."""
     layers = [flavour]

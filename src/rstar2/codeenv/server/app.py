@@ -19,6 +19,7 @@ from typing import Any
 
 from rstar2.codeenv import deadlines, wire
 from rstar2.codeenv.protocol import CallRequest, CallResult
+from rstar2.codeenv.server import metrics
 from rstar2.codeenv.server.calls import CallTable
 from rstar2.codeenv.wire import BatchLine, Refusal
 from rstar2.errors import CodeEnvError, InfrastructureError, QueueFullError, UserError
@@ -89,7 +90,7 @@ class CodeEnvApp:
                 "the URL as http://token:TOKEN@host:port",
             )
         if (method, path) == ("GET", "/metrics"):
-            text = self.table.metrics.render(self.table.health(), self.table.active)
+            text = metrics.render(self.table.metrics, self.table.health(), self.table.active)
             return await _send(send, 200, text.encode(), b"text/plain; version=0.0.4")
         if (method, path) == ("POST", "/v1/batch"):
             return await self._batch(await _read_body(scope, receive), receive, send)

@@ -24,8 +24,9 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import overload
 
@@ -41,7 +42,6 @@ from rstar2.codeenv.protocol import (
     is_infrastructure,
     outcome_name,
 )
-from rstar2.codeenv.server.metrics import Metrics
 from rstar2.codeenv.wire import Refusal
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import (
@@ -85,6 +85,36 @@ class RememberedResult:
     bytes: int
 
 
+class Histogram:
+    """Counts observations in fixed buckets of seconds."""
+
+    buckets = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(self.buckets) + 1)
+        self.total_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(self.buckets, seconds)] += 1
+        self.total_s += seconds
+
+
+@dataclass(slots=True)
+class CallMetrics:
+    """What the call table counts; `metrics` renders it for Prometheus."""
+
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(kind, outcome) -> calls answered."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Refusals by error code, of requests and of calls."""
+    replayed: int = 0
+    """Calls answered with the remembered result of their id."""
+    abandoned: int = 0
+    """Calls cancelled because no caller waited for them any more."""
+    latency: Histogram = field(default_factory=Histogram)
+    queued: Histogram = field(default_factory=Histogram)
+
+
 class CallTable:
     """See the module docstring."""
 
@@ -93,7 +123,7 @@ class CallTable:
         self.config = config
         self.server = server
         self.slots = executor.slots
-        self.metrics = Metrics()
+        self.metrics = CallMetrics()
         self.shutting_down = False
         self._entries: dict[str, CallEntry] = {}
         """Calls that a request with the same id can join."""

@@ -23,6 +23,7 @@ import itertools
 import json
 import logging
 import os
+import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -37,13 +38,13 @@ from rstar2.codeenv.protocol import (
     VerifyRequest,
     VerifyResult,
 )
-from rstar2.codeenv.server import outcome, selfcheck
+from rstar2.codeenv.server import selfcheck
 from rstar2.codeenv.server.sessions import Sessions
 from rstar2.codeenv.server.workers import WorkerLink, WorkerPool
 from rstar2.codeenv.server.zygotes import WorkerLostError
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError, DeadlineError, IsolationError, UserError
-from rstar2.types import Limits, Outcome, ToolResult
+from rstar2.types import Limits, Outcome, ToolResult, Truncation
 
 _log = logging.getLogger(__name__)
 
@@ -154,8 +155,7 @@ class WorkerExecutor:
             )
         header = self._header(frames.RUN, limits, len(code), len(stdin))
         if request.session is None:
-            wanted = warmup.flavour_for(code)
-            flavour = wanted if self.workers.warm(wanted) else "base"
+            flavour = self.workers.flavour_for(code)
             attempt, tries = self._on_any_worker(flavour, limits, (code, stdin)), 2
         else:
             limits = replace(limits, memory_mb=self.config.session_memory_mb)
@@ -169,7 +169,7 @@ class WorkerExecutor:
                 message=str(error),
                 isolation=self.isolation,
             )
-        result = outcome.build(request.id, reply, body, limits, self.isolation, oom, attempts)
+        result = build_result(request.id, reply, body, limits, self.isolation, oom, attempts)
         if reply.cause == frames.WALL and reply.wall_s < 0.99 * (limits.wall_s or 0.0):
             # The caller's deadline ended the program, not its own limit: not the program's fault.
             budget_s = request.deadline_s or deadlines.DEFAULT_DEADLINE_S
@@ -327,5 +327,126 @@ def _verify_result(
         return replace(base, value=json.loads(record.text))
     if record is not None and record.kind == frames.REFUSED:
         return replace(base, error=record.text, message=record.message)
-    _, message = outcome.status_of(reply, None, limits, oom)
+    _, message = status_of(reply, None, limits, oom)
     return replace(base, error="memory" if oom else "crashed", message=message)
+
+
+# --------------------------------------------------------------------------- replies to results
+#
+# The outcome follows from what was seen from outside (limits hit, wait status) first. Only a child
+# that ended by itself is asked for its own record.
+
+
+def clip(text: str, limit: int, already_cut: int = 0) -> tuple[str, int]:
+    """Cut the middle of a text to `limit` characters; the marker says how many are missing."""
+    if len(text) <= limit and not already_cut:
+        return text, 0
+    head, tail = (limit + 1) // 2, limit // 2
+    if len(text) <= limit:
+        head, tail = (len(text) + 1) // 2, len(text) // 2
+    cut = len(text) - head - tail + already_cut
+    end = text[len(text) - tail :] if tail else ""
+    return f"{text[:head]}\n[... {cut} characters cut ...]\n{end}", cut
+
+
+def decode(data: bytes) -> str:
+    """Bytes of a program as text; what is not UTF-8 is shown by replacement characters."""
+    return data.decode("utf-8", "replace")
+
+
+def limits_hit(cause: int, limits: Limits) -> tuple[Outcome, str] | None:
+    """Outcome and message of a call that the worker ended."""
+    if cause == frames.WALL:
+        return Outcome.TIMEOUT, f"Timed out after {limits.wall_s:g} s."
+    if cause == frames.CPU:
+        return Outcome.TIMEOUT, f"Used more than {limits.cpu_s:g} s of CPU time."
+    if cause == frames.OUTPUT:
+        cap = frames.output_cap(limits.output_chars or 0)
+        return Outcome.OUTPUT_LIMIT, f"Stopped after printing more than {cap} bytes."
+    if cause == frames.SCRATCH:
+        return Outcome.KILLED, f"Stopped: its files took more than {limits.scratch_mb} MB."
+    if cause == frames.PROCESSES:
+        return Outcome.KILLED, "Stopped: it started more processes than it may."
+    return None
+
+
+def status_of(
+    reply: WorkerReply, record: Record | None, limits: Limits, oom: bool
+) -> tuple[Outcome, str]:
+    """Outcome and message of a call that ended by itself, before output is looked at."""
+    if os.WIFSIGNALED(reply.status):
+        number = os.WTERMSIG(reply.status)
+        if oom:
+            return Outcome.MEMORY, f"Used more than {limits.memory_mb} MB of memory."
+        if number in (signal.SIGKILL, signal.SIGXCPU) and reply.cpu_s >= (limits.cpu_s or 0):
+            return Outcome.TIMEOUT, f"Used more than {limits.cpu_s:g} s of CPU time."
+        name = signal.Signals(number).name if number in _SIGNALS else f"signal {number}"
+        return Outcome.KILLED, f"The process was killed by {name}{_SIGNAL_HINTS.get(number, '')}."
+    code = os.WEXITSTATUS(reply.status)
+    if record is None:
+        if code == 0:
+            return Outcome.OK, ""
+        return Outcome.EXCEPTION, f"The process exited with code {code}."
+    if record.kind == frames.MEMORY:
+        return Outcome.MEMORY, f"{record.message} (the limit is {limits.memory_mb} MB)"
+    if record.kind == frames.SYNTAX:
+        return Outcome.SYNTAX_ERROR, record.message
+    if record.kind == frames.EXCEPTION:
+        return Outcome.EXCEPTION, record.message
+    if record.kind == frames.EXIT or code != 0:
+        return Outcome.EXCEPTION, record.message or f"The process exited with code {code}."
+    return Outcome.OK, ""
+
+
+_SIGNALS = {int(s) for s in signal.Signals}
+_SIGNAL_HINTS = {
+    int(signal.SIGSEGV): " (crash: bad memory access or stack overflow)",
+    int(signal.SIGABRT): " (abort)",
+    int(signal.SIGSYS): " (forbidden system call)",
+    int(signal.SIGXFSZ): " (file too large)",
+}
+
+
+def build_result(
+    call_id: str,
+    reply: WorkerReply,
+    body: bytes,
+    limits: Limits,
+    isolation: str,
+    oom: bool = False,
+    attempts: int = 1,
+) -> ToolResult:
+    """The result of one call. Every limit in `limits` is set."""
+    stdout, stderr = body[: reply.stdout], body[reply.stdout : reply.stdout + reply.stderr]
+    record = Record.parse(body[reply.stdout + reply.stderr :])
+    hit = limits_hit(reply.cause, limits)
+    outcome, message = hit or status_of(reply, record, limits, oom)
+    chars = limits.output_chars or 0
+    out, out_cut = clip(decode(stdout), chars)
+    err, err_cut = clip(decode(stderr), chars)
+    value, value_cut, trace, trace_cut = None, 0, "", 0
+    if record is not None and hit is None:
+        if record.kind == frames.VALUE and not stdout and outcome is Outcome.OK:
+            value, value_cut = clip(record.text, chars, record.cut)
+        elif record.kind in (frames.EXCEPTION, frames.SYNTAX, frames.MEMORY):
+            trace, trace_cut = clip(record.text, chars, record.cut)
+    if outcome is Outcome.OK and not stdout and not stderr and value is None:
+        outcome = Outcome.NO_OUTPUT
+    signaled = os.WIFSIGNALED(reply.status)
+    return ToolResult(
+        call_id=call_id,
+        outcome=outcome,
+        stdout=out,
+        stderr=err,
+        value=value,
+        traceback=trace,
+        message=message,
+        truncated=Truncation(out_cut, err_cut, value_cut, trace_cut),
+        exit_code=None if signaled else os.WEXITSTATUS(reply.status),
+        signal=os.WTERMSIG(reply.status) if signaled else None,
+        wall_s=reply.wall_s,
+        cpu_s=reply.cpu_s,
+        peak_mb=reply.peak_mb,
+        isolation=isolation,
+        attempts=attempts,
+    )

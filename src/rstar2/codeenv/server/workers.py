@@ -229,6 +229,16 @@ class WorkerPool:
         zygote = self._zygotes.get(flavour)
         return zygote is not None and zygote.alive
 
+    def flavour_for(self, code: bytes) -> str:
+        """The lightest warm flavour that has what a program mentions; any one executes it."""
+        if b"scipy" in code or (b"random" in code and (b"numpy" in code or b"np." in code)):
+            flavour = "scipy"
+        elif b"sympy" in code or b"mpmath" in code:
+            flavour = "base"
+        else:
+            flavour = "numpy" if b"numpy" in code else "plain"
+        return flavour if self.warm(flavour) else "base"
+
     @property
     def zygotes(self) -> dict[str, ZygoteLink]:
         return dict(self._zygotes)
