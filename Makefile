@@ -1,15 +1,15 @@
-# Every target works from a fresh clone: the first one makes .venv and installs the package into it.
+# All targets work in a fresh clone: the first one creates .venv and installs the package into it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# vLLM's requirements differ from ours (and weigh 3.7 GB), so it has an environment of its own.
+# vLLM's requirements conflict with ours (and take 3.7 GB), so it has its own environment.
 VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed
-# Ray is for several machines only; the core environment stays free of it.
+# Only clusters need Ray, so the core environment does not have it.
 RAY := .venv-ray
 RAY_INSTALLED := $(RAY)/.installed
-# pytest keeps the tests of a file on one worker; tests/conftest.py has the exceptions and the order.
+# The tests of a file stay on one worker; tests/conftest.py has the exceptions and the order.
 WORKERS ?= $(shell nproc)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
@@ -24,15 +24,15 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
-install: $(INSTALLED)  ## make .venv and install rstar2 with what its tests need
+install: $(INSTALLED)  ## create .venv with rstar2 and the development tools
 
-quickstart: $(INSTALLED)  ## train the tiny agent by the whole recipe on this machine (minutes)
+quickstart: $(INSTALLED)  ## train the tiny agent with the whole recipe (minutes)
 	$(BIN)/rstar2 quickstart
 
 test: $(INSTALLED)  ## run all tests, including the attacks on the jail
 	$(PYTEST)
 
-test-fast: $(INSTALLED)  ## run the tests that need no training run, no cell and no browser (under 60 s)
+test-fast: $(INSTALLED)  ## run the tests that are not marked slow (under a minute)
 	$(PYTEST) -m "not slow"
 
 $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt scripts/install_vllm.py
@@ -52,17 +52,17 @@ $(RAY_INSTALLED): pyproject.toml constraints.txt
 test-cluster: $(RAY_INSTALLED)  ## run the tests on a two-node Ray cluster on this machine
 	OMP_NUM_THREADS=1 $(RAY)/bin/pytest tests/cluster
 
-lint: $(INSTALLED)  ## ruff and mypy
+lint: $(INSTALLED)  ## run ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(INSTALLED)  ## rewrite the code as ruff would have it
+format: $(INSTALLED)  ## format the code and apply ruff's fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 wheel: $(INSTALLED)  ## build dist/rstar2-*.whl
 	$(BIN)/pip wheel --quiet --no-deps -w dist .
 
-clean:  ## remove what the targets above made (runs/ stays)
+clean:  ## remove environments, builds and caches (keep runs/)
 	rm -rf $(VENV) $(VLLM) $(RAY) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

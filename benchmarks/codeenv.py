@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from common import Row, arguments, finish, interleave, median, say
 from rstar2.codeenv.client.bench import PROGRAMS, quantile
@@ -195,10 +196,10 @@ def warm_up_is_blind() -> bool:
 def measure_all(ours: Ours, repetitions: int, seed: int) -> dict[str, list[float]]:
     measures: dict[str, Callable[[], float]] = {}
     for case in COUNTS:
-        measures[f"ours {case}"] = lambda case=case: ours.rate(case, seed)
-        measures[f"subprocess {case}"] = lambda case=case: subprocess_rate(case, seed)
+        measures[f"ours {case}"] = partial(ours.rate, case, seed)
+        measures[f"subprocess {case}"] = partial(subprocess_rate, case, seed)
         if case in FLOOR_COUNTS:
-            measures[f"floor {case}"] = lambda case=case: floor_rate(case)
+            measures[f"floor {case}"] = partial(floor_rate, case)
     measures["beside"] = ours.beside_endless
     return interleave(measures, repetitions, lambda name: say(f"  {name}"))
 

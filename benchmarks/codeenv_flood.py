@@ -20,6 +20,7 @@ from pathlib import Path
 from common import Row, arguments, finish, say
 from rstar2.codeenv.client.bench import quantile
 from rstar2.codeenv.client.client import CodeEnvClient
+from rstar2.codeenv.client.owned import LocalServer
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.config import CodeEnvConfig
 from rstar2.types import Outcome, ToolResult
@@ -35,9 +36,10 @@ def rss_mb(pid: int | str = "self") -> float:
 async def flood(args: argparse.Namespace) -> int:
     client = await CodeEnvClient.start(CodeEnvConfig(slots=args.slots))
     owned = client.endpoints[0].owned
-    assert owned is not None
+    assert isinstance(owned, LocalServer)
     assert owned.pid is not None
-    before, server_before = rss_mb(), rss_mb(owned.pid)
+    server = owned.pid
+    before, server_before = rss_mb(), rss_mb(server)
     latencies: list[float] = []
     on_server: list[float] = []
     bad: list[ToolResult] = []
@@ -55,7 +57,7 @@ async def flood(args: argparse.Namespace) -> int:
     async def watch() -> None:
         nonlocal peak, deepest
         while True:
-            peak = max(peak, rss_mb(owned.pid))
+            peak = max(peak, rss_mb(server))
             deepest = max(deepest, client.endpoints[0].outstanding)
             say(f"  {len(latencies)}/{args.calls} answered, server {peak:.0f} MB")
             await asyncio.sleep(1.0)

@@ -27,6 +27,7 @@ from pathlib import Path
 from common import Row, arguments, finish, say
 from rstar2.codeenv.client.bench import quantile
 from rstar2.codeenv.client.client import CodeEnvClient
+from rstar2.codeenv.client.owned import LocalServer
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.config import CodeEnvConfig
 from rstar2.types import Limits, Outcome, ToolResult
@@ -177,7 +178,7 @@ class Soak:
 
     def server(self) -> int | None:
         owned = self.client.endpoints[0].owned
-        assert owned is not None
+        assert isinstance(owned, LocalServer)
         return owned.pid if owned.running and self.client.endpoints[0].healthy else None
 
     async def load(self) -> None:

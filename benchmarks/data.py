@@ -162,7 +162,7 @@ def main() -> int:
     small, large = measured[count // 10], measured[count]
 
     def speed(name: str) -> float:
-        return large[name]["rows"] / large[name]["cpu_s"]
+        return float(large[name]["rows"] / large[name]["cpu_s"])
 
     grown = (large["ours"]["peak_mb"] - small["ours"]["peak_mb"]) * 2**20 / (count - count // 10)
     rows = [

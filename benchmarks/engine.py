@@ -46,7 +46,6 @@ MUST_MEET = (64, 256)
 DEADLINE_S = 600.0
 MEASURED_S = 3.0
 VOCABULARY = 768
-CONTINUOUS = {"num_blocks": 256, "max_batch_tokens": 256}
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,9 @@ def make_model() -> LlamaForCausalLM:
         bos_token_id=None,
         eos_token_id=None,
     )
-    return LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(config)
+    model.eval()
+    return model
 
 
 def make_work(count: int, seed: int, *, quick: bool) -> Work:
@@ -144,7 +145,7 @@ def continuous(model: Any, work: Work) -> float:
     )
     with model.continuous_batching_context_manager(
         generation_config=config,
-        continuous_batching_config=ContinuousBatchingConfig(**CONTINUOUS),
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=256, max_batch_tokens=256),
         block=True,
         timeout=30,
         warmup=False,

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,9 +191,8 @@ def measure(
         return tokens / (time.perf_counter() - start)
 
     say(f"{case.name}: {case.rollouts} rollouts, {tokens} tokens")
-    return interleave(
-        {name: lambda v=variant: timed(v) for name, variant in made.items()}, repetitions
-    )
+    measures = {name: partial(timed, variant) for name, variant in made.items()}
+    return interleave(measures, repetitions)
 
 
 def peak_of(variant: str, case: Case, path: Path, seed: int, threads: int, out: Any) -> None:
@@ -247,8 +247,10 @@ def main() -> int:
                 rows.append(
                     Row(f"{case.name}, sorted", ours, ordered, None, "tok/s", "padded, sorted")
                 )
-                peaks = [peak_memory(v, case, path, args) for v in ("ours", "padded")]
-                rows.append(Row(f"{case.name}, peak memory", *peaks, None, "MB", "padded"))
+                ours_mb, padded_mb = (peak_memory(v, case, path, args) for v in ("ours", "padded"))
+                rows.append(
+                    Row(f"{case.name}, peak memory", ours_mb, padded_mb, None, "MB", "padded")
+                )
         for case in scaling(args.quick):
             path = make_model(case, Path(directory))
             found = measure(case, path, ("ours", "padded"), 1 if args.quick else 3, args)

@@ -229,20 +229,20 @@ def plot(found: dict[tuple[int, int], Measured], path: Path) -> None:
 def main() -> int:
     if "--case" in sys.argv:
         at = sys.argv.index("--case")
-        engines, rollouts = map(int, sys.argv[at + 1 : at + 3])
-        case = asyncio.run(measure(engines, rollouts))
+        engines, rollouts = sys.argv[at + 1 : at + 3]
+        case = asyncio.run(measure(int(engines), int(rollouts)))
         print(json.dumps({name: getattr(case, name) for name in Measured.__dataclass_fields__}))
         return 0
     parser = arguments(str(__doc__).partition("\n")[0])
     parser.add_argument("--plot", type=Path, help="write the plot to this file")
     args = parser.parse_args()
-    engines = (1, 16, 256) if args.quick else ENGINES
-    rollouts = (256, 1024) if args.quick else ROLLOUTS
-    found = {(e, n): in_own_process(e, n) for n in rollouts for e in engines}
+    engine_counts = (1, 16, 256) if args.quick else ENGINES
+    rollout_counts = (256, 1024) if args.quick else ROLLOUTS
+    cases = {(e, n): in_own_process(e, n) for n in rollout_counts for e in engine_counts}
     if args.plot:
-        plot(found, args.plot)
-    notes = {"turns_each": TURNS, "group": GROUP, "wall_s": sum(m.wall_s for m in found.values())}
-    return finish("scaling", rows_of(found), args, notes)
+        plot(cases, args.plot)
+    notes = {"turns_each": TURNS, "group": GROUP, "wall_s": sum(m.wall_s for m in cases.values())}
+    return finish("scaling", rows_of(cases), args, notes)
 
 
 if __name__ == "__main__":

@@ -178,7 +178,7 @@ async def measure(
 
 
 def config_of(policy: str) -> SchedulerConfig:
-    return SchedulerConfig(policy=policy.removesuffix("-cold"))  # type: ignore[arg-type]
+    return SchedulerConfig.model_validate({"policy": policy.removesuffix("-cold")})
 
 
 def lengths_of(policy: str, setting: Setting) -> LengthModel:
@@ -295,9 +295,10 @@ async def compare(
     model: Path, setting: Setting, policies: Sequence[str], args: Namespace
 ) -> tuple[list[Measured], EngineFit]:
     """Start two engines, calibrate, and let the policies take turns."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer = AutoTokenizer.from_pretrained(model)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
     template = Template(tokenizer, TemplateConfig(system="none", instruction="none"))
     script = Script(template, len(tokenizer))
     cores = sorted(os.sched_getaffinity(0))
@@ -320,7 +321,7 @@ async def compare(
         mean_turn=setting.mean_turn,
         mean_wait_s=setting.mean_wait_s,
     )
-    say(f"starting two vLLM servers on cores {[e._server.settings.cores for e in engines]}")
+    say(f"starting two vLLM servers on cores {cores}")
     try:
         await asyncio.gather(*(engine.start() for engine in engines))
         async with await CodeEnvClient.start(CodeEnvConfig(slots=24)) as tools:

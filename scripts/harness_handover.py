@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 MODEL, LOG = "policy", "server.log"
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "execute_python_code_with_standard_io",

@@ -1,6 +1,6 @@
-"""Pictures of the viewer for docs/images, made from a run directory with Debian's Chromium.
+"""Take screenshots of the viewer with the system's Chromium, from a run directory.
 
-    python scripts/screenshots.py runs/tiny-seed0 [MORE RUNS] [--out docs/images]
+    python scripts/screenshots.py runs/tiny-seed0 [MORE RUNS] [--out runs/screenshots]
 
 Every level at desktop and phone width, light and dark. Needs `pip install playwright` (extra `dev`)
 and a browser (scripts/install-debian.sh); nothing is downloaded.
@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 from urllib.request import urlopen
 
@@ -31,8 +32,8 @@ READY_MS = 300_000
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("docs/images"))
-    parser.add_argument("--only", default="", help="comma-separated names of views")
+    parser.add_argument("--out", type=Path, default=Path("runs/screenshots"))
+    parser.add_argument("--only", default="", help="Comma-separated names of views.")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     with serving(asked.runs) as url, sync_playwright() as play:
@@ -50,8 +51,8 @@ def main() -> int:
 def chromium() -> str:
     """The browser of the system."""
     for name in ("chromium", "chromium-browser", "google-chrome"):
-        if found := os.environ.get("RSTAR2_CHROMIUM") or shutil.which(name):
-            return found
+        if path := os.environ.get("RSTAR2_CHROMIUM") or shutil.which(name):
+            return path
     raise SystemExit("no browser: install one with scripts/install-debian.sh")
 
 
@@ -101,7 +102,7 @@ def choose(url: str) -> dict[str, str]:
     }
 
 
-def get(url: str, path: str) -> list | dict:
+def get(url: str, path: str) -> Any:
     with urlopen(f"{url}/api/{path}", timeout=120) as answer:
         return json.load(answer)
 

@@ -177,24 +177,43 @@ def _wait_for(path: Path) -> None:
         time.sleep(0.05)
 
 
+def train(run: Path) -> list[str]:
+    settings = [part for setting in SMALL for part in ("--set", setting)]
+    return ["rstar2", "train", "tiny", "--run", str(run), *settings]
+
+
 def traced_step(tree: Path, output: Path) -> None:
-    """Train the tiny recipe until one RL step lies between two records of steps, then exit."""
-    tracer = Tracer()
+    """Train the tiny recipe to its first RL step, resume it traced, write the functions entered.
+
+    The traced step lies between the records of two steps, the second and third after resuming.
+    """
     run = output.with_name("run")
+    first = [sys.executable, "-m", *train(run)]
+    with subprocess.Popen(first, stdout=subprocess.DEVNULL) as untraced:
+        _wait_for_step(run, 1)
+        untraced.terminate()
+    tracer = Tracer()
 
     def watch() -> None:
-        for step in (STEP - 1, STEP):
-            while step not in _recorded_steps(run):
-                time.sleep(0.01)
-            tracer.on = step < STEP
-        output.write_text(json.dumps(tracer.functions()))
+        start = max(_recorded_steps(run), default=0) + 2
+        _wait_for_step(run, start)
+        tracer.on = True
+        _wait_for_step(run, start + 1)
+        tracer.on = False
+        output.write_text(json.dumps(sorted(tracer.entered)))
         os.kill(os.getpid(), signal.SIGTERM)
 
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    settings = [part for setting in SMALL for part in ("--set", setting)]
-    sys.argv = ["rstar2", "train", "tiny", "--run", str(run), *settings]
+    threading.Thread(target=watch, daemon=True).start()
+    sys.argv = train(run)
     runpy.run_module("rstar2", run_name="__main__")
+
+
+def _wait_for_step(run: Path, step: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while step not in _recorded_steps(run):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"step {step} was not recorded within {DEADLINE_S:.0f} s")
+        time.sleep(0.01)
 
 
 def _recorded_steps(run: Path) -> set[int]:
