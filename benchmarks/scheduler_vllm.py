@@ -133,11 +133,11 @@ async def measure(
     for engine in engines:
         await engine.client.forget(60.0)
     scheduler = Scheduler(config_of(policy), lengths_of(policy, setting))
-    fleet = Fleet(engines, scheduler, watch_s=WATCH_S)
+    fleet = Fleet(engines, scheduler, load_poll_s=WATCH_S)
     for engine in engines:
         fleet.join(engine.name, 0)
     before = [(await engine.load()).preemptions for engine in engines]
-    fleet.take_use()
+    fleet.take_usage()
     asked = problems(-(-len(plans) // GROUP))
     started = time.perf_counter()
     work = []
@@ -159,7 +159,7 @@ async def measure(
         )
     made = await asyncio.gather(*work)
     wall = time.perf_counter() - started
-    use = fleet.take_use()
+    use = fleet.take_usage()
     after = [(await engine.load()).preemptions for engine in engines]
     await fleet.stop()
     for trajectory in made:

@@ -1,17 +1,24 @@
-"""An engine played by hand: answers when told, dies when told, counts what it is asked."""
+"""A scripted engine for tests: it answers, hangs or dies on command and counts its requests."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rstar2.engine.base import WeightTransfer, WeightUpdate
 from rstar2.errors import EngineError
 from rstar2.types import EngineCapacity, EngineLoad, Finish, Generation, Sampling
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition; the deadline is for a hang, not for a slow machine."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
 class ScriptedEngine:
-    """Samples `seed % 97` until `tokens` are out, after `delay_s`; a dead one raises."""
+    """Samples `tokens` times the id `seed % 97` after `delay_s`; a dead engine raises."""
 
     weight_transfer: WeightTransfer = "memory"
 

@@ -5,35 +5,28 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 
 from rstar2.config import SchedulerConfig
 from rstar2.engine.base import Engine
 from rstar2.errors import DeadlineError, EngineError
-from rstar2.rollout.fleet import Fleet, total_use
+from rstar2.rollout.fleet import Fleet, usage_metrics
 from rstar2.rollout.scheduler import Scheduler
 from rstar2.types import Generation, Sampling, WeightVersion
-from tests.rollout.scripted import ScriptedEngine
+from tests.rollout.scripted import ScriptedEngine, until
 
 
 def fleet_of(*engines: ScriptedEngine, recover: bool = False) -> Fleet:
-    async def bring_back(engine: Engine) -> WeightVersion:
+    async def restart(engine: Engine) -> WeightVersion:
         await engine.start()
         return 0
 
     scheduler = Scheduler(SchedulerConfig(policy="worst_case"))
-    fleet = Fleet(engines, scheduler, recover=bring_back if recover else None)
+    fleet = Fleet(engines, scheduler, recover=restart if recover else None)
     for engine in engines:
         fleet.join(engine.name, 0)
     return fleet
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0)
 
 
 async def turn(fleet: Fleet, session: str, *, prompt: int = 10, seed: int = 1) -> Generation:
@@ -62,10 +55,10 @@ async def test_many_rollouts_on_small_engines_stay_within_capacity() -> None:
     assert sorted(engines[0].released + engines[1].released) == sorted(
         f"g{i // 4}/{i}" for i in range(20)
     )
-    use = total_use(fleet.take_use())
+    use = usage_metrics(fleet.take_usage())
     assert use["engine/turns"] == 60
     assert 0 < use["engine/kv_share"] <= use["engine/kv_peak"] <= 1
-    assert total_use(fleet.take_use())["engine/turns"] == 0
+    assert usage_metrics(fleet.take_usage())["engine/turns"] == 0
 
 
 async def test_turns_of_a_dead_engine_run_on_another() -> None:
@@ -79,7 +72,7 @@ async def test_turns_of_a_dead_engine_run_on_another() -> None:
     assert [r.token_ids[0] for r in results] == list(range(8)), "each got its own seed's answer"
     assert {r.engine for r in results} == {"healthy"}
     assert fleet.alive == (healthy,)
-    assert {u.name: u.deaths for u in fleet.take_use()} == {"dying": 1, "healthy": 0}
+    assert {u.name: u.deaths for u in fleet.take_usage()} == {"dying": 1, "healthy": 0}
 
 
 async def test_dead_engine_is_brought_back_and_serves_the_waiting() -> None:

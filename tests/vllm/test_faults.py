@@ -82,7 +82,7 @@ async def test_killed_engine_loses_no_rollout_and_comes_back_proven(
         groups = await work
         assert [len(g.trajectories) for g in groups] == [ROLLOUTS] * GROUPS
         assert [dict(g.dropped) for g in groups] == [{}] * GROUPS
-        assert {u.name: u.deaths for u in fleet.take_use()} == {"vllm-0": 1, "vllm-1": 0}
+        assert {u.name: u.deaths for u in fleet.take_usage()} == {"vllm-0": 1, "vllm-1": 0}
         versions = {
             v for g in groups for t in g.trajectories for u in t.turns for v, _ in u.versions
         }
@@ -90,7 +90,7 @@ async def test_killed_engine_loses_no_rollout_and_comes_back_proven(
 
         await eventually(lambda: engines[0] in fleet.alive, 300)
         await together(draw(i, 1) for i in range(GROUPS))
-        assert all(u.turns > 0 for u in fleet.take_use()), "the engine that came back serves"
+        assert all(u.turns > 0 for u in fleet.take_usage()), "the engine that came back serves"
     await fleet.stop()
 
 

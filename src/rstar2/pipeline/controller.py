@@ -56,7 +56,7 @@ from rstar2.pipeline.step_metrics import (
 from rstar2.pipeline.training import SFT, Training, resample
 from rstar2.record import RunDirectory, read_evaluations
 from rstar2.rollout.collector import Collector
-from rstar2.rollout.fleet import total_use
+from rstar2.rollout.fleet import usage_metrics
 from rstar2.rollout.lookahead import GroupSlots, LookaheadCollector
 from rstar2.seeds import derive_seed
 from rstar2.types import Evaluation, Group, Problem
@@ -153,7 +153,7 @@ async def rl_stage(training: Training, stage: StageConfig, state: RunState) -> R
     training.view.stage(stage.name, StageKind.RL, stage.steps, state.step)
     await training.publish(state.version)
     collector = make_collector(training, stage, problems_of(training, stage, state))
-    training.runtime.fleet.take_use()
+    training.runtime.fleet.take_usage()
     try:
         while state.step < stage.steps and not state.collapsed:
             state = await rl_step(training, stage, state, collector)
@@ -174,7 +174,7 @@ async def rl_step(
     started = monotonic()
     collected = await collector.collect(step, state.position, state.version)
     collected_at = monotonic()
-    uses = runtime.fleet.take_use()
+    uses = runtime.fleet.take_usage()
     resampled = resample(step, collected, rl, roc_seed(training, stage, step))
     async with runtime.changing_weights():
         learned = await training.learn(stage.name, resampled)
@@ -188,7 +188,7 @@ async def rl_step(
         overlapped=rl.staleness > 0,
     )
     metrics = step_metrics(collected, resampled.selections, learned, times)
-    metrics |= total_use(uses) | engine_metrics(uses) | published
+    metrics |= usage_metrics(uses) | engine_metrics(uses) | published
     metrics |= staleness_metrics(collected, state.version)
     state = replace(
         state,

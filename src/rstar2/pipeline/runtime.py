@@ -34,7 +34,7 @@ from rstar2.problems.load import load_problems
 from rstar2.rollout.fleet import Fleet
 from rstar2.rollout.groups import GroupRunner, together
 from rstar2.rollout.scheduler import Scheduler
-from rstar2.rollout.watch import Watchdog
+from rstar2.rollout.watchdog import Watchdog
 from rstar2.types import Problem, WeightVersion
 
 if TYPE_CHECKING:
@@ -162,7 +162,9 @@ class Runtime:
         fleet = self.fleet
         fleet.require(version)
         for attempt in range(1, PUBLISH_ATTEMPTS + 1):
-            await fleet.settle()  # engines that were being restarted are started here instead
+            await (
+                fleet.stop_recoveries()
+            )  # engines that were being restarted are started here instead
             try:
                 engines = await self._started(fleet)
                 metrics = await self._prove(engines, version)

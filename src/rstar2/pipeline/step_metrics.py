@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rstar2.evaluate.metrics import failing_calls, mean
 from rstar2.rollout.collector import CollectedStep
-from rstar2.rollout.fleet import EngineUse
+from rstar2.rollout.fleet import EngineUsage
 from rstar2.types import Outcome, Selection, StopReason, Trajectory, WeightVersion
 
 
@@ -139,8 +139,8 @@ def tool_times(rollouts: Sequence[Trajectory], times: StepTimes) -> dict[str, fl
     }
 
 
-def engine_metrics(uses: Iterable[EngineUse]) -> dict[str, float]:
-    """Use of each engine; `rollout.fleet.total_use` gives the means over all engines."""
+def engine_metrics(uses: Iterable[EngineUsage]) -> dict[str, float]:
+    """Use of each engine; `rollout.fleet.usage_metrics` gives the means over all engines."""
     metrics: dict[str, float] = {}
     for use in uses:
         metrics |= {

@@ -1,15 +1,15 @@
-"""Many engines as one Generator: the scheduler decides, the fleet does.
+"""Many engines as one Generator: carries out the scheduler's decisions.
 
-`generate` waits for a placement, runs the turn on the chosen engine, and when that engine dies
-runs the same turn (same prompt, same seed) on another. An engine that died is started again in
-the background by `recover`, which must also give it the current weights and prove them: until
-then the scheduler does not know it, so it gets nothing (Invariant 7).
+`generate` waits for a placement and runs the turn on the chosen engine. If that engine dies, it
+runs the same turn (same prompt, same seed) on another. `recover` restarts a dead engine in the
+background, installs the current weights and verifies them; until then the scheduler does not know
+the engine, so it gets no turns (Invariant 7).
 
-From the first turn on every engine is asked for its load now and then, for the scheduler. One that
-died between two turns is lost then; one that does not answer is left to `watch.Watchdog`.
+From the first turn on, the fleet polls the load of every engine for the scheduler. An engine that
+died between two turns is detected there; one that does not answer is left to `watchdog.Watchdog`.
 
-Every wait ends: by a placement, by the caller's deadline (DeadlineError), by cancellation, or with
-EngineError when no engine is left and none is coming back.
+Every wait ends: with a placement, with the caller's deadline (DeadlineError), by cancellation, or
+with EngineError when no engine is left and none is being restarted.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ from rstar2.types import EngineLoad, Finish, Generation, Sampling, WeightVersion
 
 log = logging.getLogger(__name__)
 
-Recover = Callable[[Engine], Awaitable[WeightVersion]]
-"""Starts a dead engine again, installs and proves the current weights, returns their version."""
+RecoverEngine = Callable[[Engine], Awaitable[WeightVersion]]
+"""Restarts a dead engine, installs and verifies the current weights, returns their version."""
 
 RELEASE_DEADLINE_S = 10.0
-WATCH_S = 1.0
-"""Time between two looks at an engine's load."""
+LOAD_POLL_S = 1.0
+"""Time between two polls of an engine's load."""
 LOAD_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class EngineUse:
-    """What one engine did since the last reading; shares are of the time between readings."""
+class EngineUsage:
+    """What one engine did since the last reading. Shares refer to the time since then."""
 
     name: str
     wall_s: float
     busy_s: float
     kv_share: float
-    """Time-weighted mean of reserved KV over capacity."""
+    """Time-weighted mean of reserved KV / capacity."""
     kv_peak: float
     turns: int
     tokens: int
     queue_s: float
-    """Sum over turns of the time from asking to starting."""
+    """Sum over turns of the time from the request to the start."""
     moved: int
     deaths: int
     preemptions: int = 0
-    """Rollouts that the engine threw out of its KV cache, as far as its load has told."""
+    """Rollouts that the engine preempted, from its load reports."""
 
     @property
     def idle_share(self) -> float:
         return 1.0 - self.busy_s / self.wall_s if self.wall_s > 0 else 0.0
 
 
-class _Meter:
+class _UsageMeter:
     """Integrates busy time and reserved KV of one engine over time.
 
-    Told after every change of its engine and of no other, so that an event costs the same however
-    many engines there are.
+    Updated only when its own engine changes, so that the cost of an event does not depend on the
+    number of engines.
     """
 
     def __init__(self, name: str) -> None:
@@ -81,21 +81,21 @@ class _Meter:
         self.turns = self.tokens = self.moved = self.preemptions = 0
 
     def report(self, load: EngineLoad) -> None:
-        """Take what the engine says of itself; its counts begin at 0 when it is started again."""
+        """Record the engine's load; its preemption count restarts at 0 with the engine."""
         before = self.load.preemptions if self.load is not None else load.preemptions
         self.preemptions += load.preemptions - (before if before <= load.preemptions else 0)
         self.load = load
 
-    def note(self, now: float, *, running: int, kv_share: float) -> None:
-        """These values hold from now on; account for the time in which the last ones did."""
+    def update(self, now: float, *, running: int, kv_share: float) -> None:
+        """Account for the time since the last call with the old values, then store the new ones."""
         self.busy_s += (now - self.last) * (self.running > 0)
         self.kv_s += (now - self.last) * self.kv_share
         self.kv_peak = max(self.kv_peak, kv_share)
         self.running, self.kv_share, self.last = running, kv_share, now
 
-    def read(self, now: float) -> EngineUse:
+    def read(self, now: float) -> EngineUsage:
         wall = now - self.since
-        return EngineUse(
+        return EngineUsage(
             name=self.name,
             wall_s=wall,
             busy_s=self.busy_s,
@@ -111,39 +111,39 @@ class _Meter:
 
 
 def group_of(session: str) -> str:
-    """Sessions are named `group/rollout`: everything before the last slash is the group."""
+    """The group of a session named `group/rollout`: everything before the last slash."""
     return session.rpartition("/")[0]
 
 
 class Fleet:
-    """Implements engine.base.Generator over all engines. One event loop, no threads."""
+    """Implements `engine.base.Generator` over all engines, on one event loop without threads."""
 
     def __init__(
         self,
         engines: Sequence[Engine],
         scheduler: Scheduler,
         *,
-        recover: Recover | None = None,
+        recover: RecoverEngine | None = None,
         recoveries: int = 3,
-        watch_s: float = WATCH_S,
+        load_poll_s: float = LOAD_POLL_S,
     ) -> None:
         self.engines = {engine.name: engine for engine in engines}
         self.scheduler = scheduler
         self._recover = recover
-        self._watch_s = watch_s
+        self._load_poll_s = load_poll_s
         self._recoveries_left = dict.fromkeys(self.engines, recoveries)
         self._recovering: dict[str, asyncio.Task[None]] = {}
         self._placed: dict[str, asyncio.Future[Placement]] = {}
         self._ready: dict[str, Placement] = {}
-        """Placements of handed-back turns whose callers have not noticed yet."""
-        self._meters = {name: _Meter(name) for name in self.engines}
+        """Placements of returned turns whose callers still wait for the dead engine."""
+        self._meters = {name: _UsageMeter(name) for name in self.engines}
         self._releases: set[asyncio.Task[None]] = set()
-        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._polls: dict[str, asyncio.Task[None]] = {}
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ lifecycle
 
     def join(self, name: str, version: WeightVersion) -> None:
-        """The engine runs and serves proven weights of this version: it may get turns."""
+        """The engine runs and serves verified weights of this version: it may get turns."""
         if name in self.scheduler.engines:
             self.scheduler.weights_updated(name, version)
         else:
@@ -151,7 +151,7 @@ class Fleet:
         self._dispatch()
 
     def require(self, version: WeightVersion) -> None:
-        """From now on turns go only to engines that have joined with this version."""
+        """Only engines that joined with this version get turns from now on."""
         self.scheduler.require(version)
 
     @property
@@ -159,8 +159,8 @@ class Fleet:
         """Engines that have not died (stale ones included)."""
         return tuple(e for name, e in self.engines.items() if name in self.scheduler.engines)
 
-    async def settle(self) -> None:
-        """Stop bringing engines back: whoever calls this is going to update all of them."""
+    async def stop_recoveries(self) -> None:
+        """Cancel engine restarts; the caller starts and updates all engines itself."""
         tasks = list(self._recovering.values())
         for task in tasks:
             task.cancel()
@@ -168,9 +168,9 @@ class Fleet:
         self._recovering.clear()
 
     async def stop(self) -> None:
-        """Do nothing more; the engines go on. Waiting turns fail with EngineError."""
-        await self.settle()
-        background = [*self._releases, *self._watches.values()]
+        """Stop scheduling; the engines keep running. Waiting turns fail with EngineError."""
+        await self.stop_recoveries()
+        background = [*self._releases, *self._polls.values()]
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
@@ -193,42 +193,42 @@ class Fleet:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, deadline_s: float
     ) -> Generation:
-        """Sample one turn on whichever engine the scheduler chooses."""
-        asked = monotonic()
-        self._watch()
+        """Sample one turn on the engine that the scheduler chooses."""
+        requested = monotonic()
+        self._start_polling()
         request = TurnRequest(session, group_of(session), len(prompt_ids), sampling.max_new_tokens)
         self.scheduler.submit(request)
         try:
             while True:
-                placement = await self._placement(session, asked, deadline_s)
+                placement = await self._placement(session, requested, deadline_s)
                 started = monotonic()
-                left = deadline_s - (started - asked)
+                remaining = deadline_s - (started - requested)
                 try:
                     generation = await self.engines[placement.engine].generate(
-                        prompt_ids, sampling, session=session, deadline_s=left
+                        prompt_ids, sampling, session=session, deadline_s=remaining
                     )
                     break
                 except EngineError as error:
-                    self._lost(placement.engine, error)
+                    self._engine_lost(placement.engine, error)
         except BaseException:
             self._ready.pop(session, None)
             self.scheduler.turn_failed(session)
-            self._note(self.scheduler.engine_of(session))
+            self._update_meter(self.scheduler.engine_of(session))
             self._dispatch()
             raise
-        return self._ended(request, placement, generation, queue_s=started - asked)
+        return self._ended(request, placement, generation, queue_s=started - requested)
 
     async def release(self, session: str) -> None:
-        """The rollout is over: its reservation ends now, the engine may forget its prefix."""
+        """The rollout has ended: release its reservation and its prefix on the engine."""
         engine = self.scheduler.end(session)
-        self._note(engine)
+        self._update_meter(engine)
         self._dispatch()
         if engine is not None:
-            await self._forget(engine, session)
+            await self._release_on(engine, session)
 
     # ------------------------------------------------------------------ mechanism
 
-    async def _placement(self, session: str, asked: float, deadline_s: float) -> Placement:
+    async def _placement(self, session: str, requested: float, deadline_s: float) -> Placement:
         """Wait until the scheduler places the session's turn."""
         future: asyncio.Future[Placement] = asyncio.get_running_loop().create_future()
         self._placed[session] = future
@@ -238,25 +238,25 @@ class Fleet:
                 return self._ready.pop(session)
             if not self.scheduler.engines and not self._recovering:
                 raise EngineError("no engine is alive")
-            async with asyncio.timeout(max(0.0, asked + deadline_s - monotonic())):
+            async with asyncio.timeout(max(0.0, requested + deadline_s - monotonic())):
                 return await future
         except TimeoutError:
             raise DeadlineError(
                 f"{session} was not placed on an engine within {deadline_s:g} s "
-                f"({self.scheduler.waiting} turns wait, engines: {', '.join(self.engines)})"
+                f"({self.scheduler.waiting} turns are waiting, engines: {', '.join(self.engines)})"
             ) from None
         finally:
             self._placed.pop(session, None)
 
     def _dispatch(self) -> None:
-        """Hand out everything that may start now."""
+        """Carry out the scheduler's decision: evictions, then placements."""
         decision = self.scheduler.decide(monotonic())
         touched = {e.engine for e in decision.evictions} | {p.engine for p in decision.placements}
         for engine in touched:
-            self._note(engine)
+            self._update_meter(engine)
         for eviction in decision.evictions:
             if self.scheduler.knows(eviction.engine):
-                task = asyncio.ensure_future(self._forget(eviction.engine, eviction.session))
+                task = asyncio.ensure_future(self._release_on(eviction.engine, eviction.session))
                 self._releases.add(task)
                 task.add_done_callback(self._releases.discard)
         for placement in decision.placements:
@@ -267,15 +267,15 @@ class Fleet:
             else:
                 future.set_result(placement)
 
-    async def _forget(self, engine: str, session: str) -> None:
-        """Free a session's prefix on an engine; one that cannot is lost."""
+    async def _release_on(self, engine: str, session: str) -> None:
+        """Free a session's prefix on an engine; an engine that fails to do so is lost."""
         if self.scheduler.engine_of(session) == engine:
-            return  # it has come back meanwhile
+            return  # the session has returned to this engine
         try:
             async with asyncio.timeout(RELEASE_DEADLINE_S):
                 await self.engines[engine].release(session)
         except (EngineError, TimeoutError) as error:
-            self._lost(engine, EngineError(f"release of {session}: {error!r}"))
+            self._engine_lost(engine, EngineError(f"release of {session}: {error!r}"))
 
     def _ended(
         self, request: TurnRequest, placement: Placement, generation: Generation, *, queue_s: float
@@ -285,9 +285,9 @@ class Fleet:
         if self.scheduler.phase(request.session) is Phase.RUNNING:
             truncated = generation.finish is Finish.LENGTH
             self.scheduler.turn_ended(request.session, tokens, truncated=truncated, now=monotonic())
-        else:  # the engine died right after it had answered: the answer stands
+        else:  # the engine died right after it had answered: the result is valid
             self.scheduler.turn_failed(request.session)
-        self._note(placement.engine)
+        self._update_meter(placement.engine)
         meter = self._meters[placement.engine]
         meter.turns += 1
         meter.tokens += len(generation.token_ids)
@@ -295,26 +295,26 @@ class Fleet:
         self._dispatch()
         return replace(generation, queue_s=generation.queue_s + queue_s, engine=placement.engine)
 
-    def _lost(self, name: str, error: Exception) -> None:
-        """An engine died: its turns wait again, and it is started again in the background."""
+    def _engine_lost(self, name: str, error: Exception) -> None:
+        """An engine died: queue its turns again and restart it in the background."""
         if name not in self.scheduler.engines:
             return
         log.warning("engine %s is lost: %s", name, error)
         self._meters[name].deaths += 1
         self.scheduler.engine_lost(name)
-        self._note(name)
+        self._update_meter(name)
         if self._recover is not None and self._recoveries_left[name] > 0:
             self._recoveries_left[name] -= 1
-            self._recovering[name] = asyncio.ensure_future(self._bring_back(name, self._recover))
+            self._recovering[name] = asyncio.ensure_future(self._restart(name, self._recover))
         elif not self.scheduler.engines and not self._recovering:
             self._fail_waiting(error)
         self._dispatch()
 
-    async def _bring_back(self, name: str, recover: Recover) -> None:
+    async def _restart(self, name: str, recover: RecoverEngine) -> None:
         try:
             version = await recover(self.engines[name])
         except InfrastructureError as error:
-            log.warning("engine %s could not be brought back: %s", name, error)
+            log.warning("engine %s could not be restarted: %s", name, error)
             self._recovering.pop(name, None)
             if not self.scheduler.engines and not self._recovering:
                 self._fail_waiting(error)
@@ -322,33 +322,32 @@ class Fleet:
             self._recovering.pop(name, None)
             self.join(name, version)
 
-    def _watch(self) -> None:
-        """Have an eye on every engine, from the first turn on."""
+    def _start_polling(self) -> None:
         for name in self.engines:
-            if name not in self._watches:
-                self._watches[name] = asyncio.ensure_future(self._look_after(name))
+            if name not in self._polls:
+                self._polls[name] = asyncio.ensure_future(self._poll_loads(name))
 
-    async def _look_after(self, name: str) -> None:
-        """Ask an engine for its load again and again; one that cannot tell is lost."""
+    async def _poll_loads(self, name: str) -> None:
+        """Poll the load of one engine until cancelled."""
         while True:
             if name in self.scheduler.engines:
-                await self.look(name)
-            await asyncio.sleep(self._watch_s)
+                await self.poll_load(name)
+            await asyncio.sleep(self._load_poll_s)
 
-    async def look(self, name: str) -> None:
-        """Ask one engine for its load now, and tell the scheduler."""
+    async def poll_load(self, name: str) -> None:
+        """Read the load of one engine now and report it to the scheduler; on error it is lost."""
         try:
             async with asyncio.timeout(LOAD_DEADLINE_S):
                 load = await self.engines[name].load()
         except EngineError as error:
-            self._lost(name, error)
+            self._engine_lost(name, error)
             return
         except (DeadlineError, TimeoutError):
-            log.info("engine %s did not tell its load within %g s", name, LOAD_DEADLINE_S)
+            log.info("engine %s did not report its load within %g s", name, LOAD_DEADLINE_S)
             return
         self._meters[name].report(load)
         self.scheduler.load_reported(name, load)
-        self._note(name)
+        self._update_meter(name)
         self._dispatch()
 
     def _fail_waiting(self, error: Exception) -> None:
@@ -356,31 +355,31 @@ class Fleet:
             if not future.done():
                 future.set_exception(EngineError(f"no engine is left: {error}"))
 
-    # ------------------------------------------------------------------ what it used
+    # ------------------------------------------------------------------ usage
 
-    def _note(self, name: str | None) -> None:
-        """Tell an engine's meter what holds from now on; call after a change of the engine."""
+    def _update_meter(self, name: str | None) -> None:
+        """Update the meter of an engine; call after every change of the engine."""
         if name is None:
             return
         running, share = 0, 0.0
         if self.scheduler.knows(name):
             budget = self.scheduler.budget(name)
             running, share = self.scheduler.running(name), budget.reserved / budget.total
-        self._meters[name].note(monotonic(), running=running, kv_share=share)
+        self._meters[name].update(monotonic(), running=running, kv_share=share)
 
-    def take_use(self) -> tuple[EngineUse, ...]:
-        """What every engine did since the last call."""
+    def take_usage(self) -> tuple[EngineUsage, ...]:
+        """The usage of every engine since the last call; resets the meters."""
         for name in self._meters:
-            self._note(name)
+            self._update_meter(name)
         now = monotonic()
-        uses = tuple(meter.read(now) for meter in self._meters.values())
+        usages = tuple(meter.read(now) for meter in self._meters.values())
         for meter in self._meters.values():
             meter.reset(now)
-        return uses
+        return usages
 
 
-def total_use(uses: Iterable[EngineUse]) -> dict[str, float]:
-    """The fleet's use as metrics: shares averaged over engines, counts summed."""
+def usage_metrics(uses: Iterable[EngineUsage]) -> dict[str, float]:
+    """Usage of all engines as metrics: shares averaged over engines, counts summed."""
     uses = tuple(uses)
     count = max(1, len(uses))
     turns = sum(u.turns for u in uses)

@@ -1,9 +1,9 @@
-"""Finds engines that answer and do not work: health is not proof of generation.
+"""Finds engines that hang: an engine can pass its health check and still not generate.
 
-An engine with turns to do is asked to score a short text, which goes through its model. One that
-cannot, twice in a row within the deadline, hangs: it is cut off, so that everything that waits for
-it fails at once; the fleet then runs those turns elsewhere and brings it back, stale until proven.
-Two strikes, because a machine that stood still looks the same once.
+An engine with running turns is asked to score a short text, which runs its model. If it fails to
+do so within the deadline twice in a row, it hangs and is ended, so that every request that waits
+for it fails at once. The fleet then runs those turns on other engines and restarts it; it gets no
+turns until its weights are verified. One failure is not enough: a paused machine looks the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STRIKES = 2
 
 
 class Watchdog:
-    """Looks after the engines of a fleet until it is cancelled; run it as a task."""
+    """Probes the engines of a fleet until cancelled; run it as a task."""
 
     def __init__(
         self,
@@ -36,10 +36,10 @@ class Watchdog:
         self.hang_s, self.on_hang = hang_s, on_hang
 
     async def run(self) -> None:
-        """One watch per engine; none of them ends by itself."""
-        await asyncio.gather(*(self._watch(engine) for engine in self.fleet.engines.values()))
+        """Probe all engines concurrently; returns only by cancellation."""
+        await asyncio.gather(*(self._probe(engine) for engine in self.fleet.engines.values()))
 
-    async def _watch(self, engine: Engine) -> None:
+    async def _probe(self, engine: Engine) -> None:
         strikes = 0
         while True:
             await asyncio.sleep(self.hang_s / 4)
@@ -58,7 +58,7 @@ class Watchdog:
         return name in scheduler.engines and scheduler.running(name) > 0
 
     async def _works(self, engine: Engine) -> bool:
-        """Whether it can score; one that died is somebody else's business."""
+        """Whether the engine can score; a dead engine counts as working (the fleet detects it)."""
         try:
             async with asyncio.timeout(self.hang_s / STRIKES):
                 await engine.score(self.probe_ids)
