@@ -257,8 +257,8 @@ def test_what_is_kept_of_trajectories(tmp_path: Path, keep: str, rollouts: int) 
     chosen = recipe().record.model_copy(update={"trajectories": keep})
     with RunDirectory.create_or_resume(tmp_path, recipe(record=chosen)) as run:
         write_stage(run, "stage1", range(1, 2))
-    found = [t for line in read_groups(tmp_path, "stage1") for t in line.group.trajectories]
-    assert len(found) == rollouts
+    recorded = [t for line in read_groups(tmp_path, "stage1") for t in line.group.trajectories]
+    assert len(recorded) == rollouts
 
 
 def test_an_evaluation_of_nothing_is_not_recorded(tmp_path: Path) -> None:

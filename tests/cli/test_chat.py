@@ -16,7 +16,7 @@ from rich.console import Console
 
 from rstar2.cli import main
 from rstar2.cli.chat import longest, model_directory
-from rstar2.cli.painter import Painter
+from rstar2.cli.chat_output import ColouredOutput
 from rstar2.errors import UserError
 from rstar2.learner.tiny import make_tiny
 from rstar2.types import StopReason, Trajectory, decode
@@ -25,10 +25,10 @@ from rstar2.types import StopReason, Trajectory, decode
 def paint(pieces: list[str], *, colour: bool) -> str:
     out = io.StringIO()
     system: Literal["standard"] | None = "standard" if colour else None
-    painter = Painter(Console(file=out, force_terminal=colour, color_system=system, width=40))
+    output = ColouredOutput(Console(file=out, force_terminal=colour, color_system=system, width=40))
     for piece in pieces:
-        painter.feed(piece)
-    painter.end()
+        output.feed(piece)
+    output.end()
     return out.getvalue()
 
 

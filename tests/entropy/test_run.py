@@ -10,8 +10,14 @@ import pytest
 
 from rstar2.agent.detokenizer import Detokenizer
 from rstar2.cli import main
-from rstar2.entropy.exact import exact_entropies
-from rstar2.entropy.sources import Sample, classed, course, evaluations, recorded
+from rstar2.entropy.sources import (
+    LabelledRollouts,
+    classed,
+    course,
+    evaluations,
+    exact_entropies,
+    recorded,
+)
 from rstar2.errors import UserError
 from rstar2.types import StopReason, Trajectory, Turn
 
@@ -29,8 +35,8 @@ def test_what_the_engine_recorded_is_what_the_learner_computes(finished: Path) -
 
 
 def test_the_course_of_training_takes_steps_evenly(finished: Path) -> None:
-    found = [(stage, step) for stage, step, _ in course(finished, count=5, points=2)]
-    assert found == [("short", 1), ("short", 2), ("hard", 1), ("hard", 2)]
+    steps = [(stage, step) for stage, step, _ in course(finished, count=5, points=2)]
+    assert steps == [("short", 1), ("short", 2), ("hard", 1), ("hard", 2)]
     assert all(len(s.trajectories) == 5 for _, _, s in course(finished, count=5, points=2))
 
 
@@ -83,19 +89,19 @@ def test_rollouts_without_entropies_are_refused_by_name() -> None:
     turn = Turn((1, 2), (-0.1, -0.2), ((0, 2),))
     trajectory = Trajectory("t/1/0", "p", "t/1", 0, (1,), (turn,), StopReason.ANSWERED)
     with pytest.raises(UserError, match="t/1/0"):
-        classed(Sample("x", (trajectory,), ("",)), lambda ids: ["a"] * len(ids), None)
+        classed(LabelledRollouts("x", (trajectory,), ("",)), lambda ids: ["a"] * len(ids), None)
 
 
 def test_hostile_text_stays_text_on_the_page(tmp_path: Path) -> None:
     from rstar2.entropy.classes import tokens_of
-    from rstar2.entropy.page import Heat, pieces, write_page
+    from rstar2.entropy.report import HeatMap, pieces, write_page
     from rstar2.entropy.table import analyse
 
     bad = "<script>alert(1)</script>"
     turn = Turn((1,), (-0.1,), ((0, 1),), entropies=(1.0,))
     trajectory = Trajectory("t", bad, "g", 0, (1,), (turn,), StopReason.ANSWERED)
     tokens = tokens_of(trajectory, [[bad]], [[1.0]], share=1.0)
-    heat = Heat(bad, bad, bad, False, pieces(tokens, 1, 1.0), (bad,))
+    heat = HeatMap(bad, bad, bad, False, pieces(tokens, 1, 1.0), (bad,))
     write_page(tmp_path / "x.html", [analyse(bad, [tokens])], [], [heat])
     assert "<script" not in (tmp_path / "x.html").read_text()
 
@@ -107,7 +113,7 @@ def test_pieces_join_to_the_text_even_inside_a_character(finished: Path) -> None
     pieces, tokenizer = Detokenizer(path), Tokenizer.from_file(str(path))
     text = "naïve ∑ 😀 <tool_call> x\n</reason>"
     ids = tokenizer.encode(text, add_special_tokens=False).ids
-    found = pieces(ids)
-    assert len(found) == len(ids)
-    assert "".join(found) == tokenizer.decode(ids, skip_special_tokens=False)
+    parts = pieces(ids)
+    assert len(parts) == len(ids)
+    assert "".join(parts) == tokenizer.decode(ids, skip_special_tokens=False)
     assert Detokenizer(None)([5, 6]) == [" 5", " 6"]

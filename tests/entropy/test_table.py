@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rstar2.entropy.classes import Token
-from rstar2.entropy.show import tables
+from rstar2.entropy.report import tables
 from rstar2.entropy.table import analyse
 
 
@@ -30,52 +30,52 @@ SECOND = [
 
 
 def test_shares_and_means() -> None:
-    found = analyse("both", [FIRST, SECOND])
-    assert (found.trajectories, found.tokens) == (2, 10)
-    assert found.entropy == pytest.approx(0.8)
-    assert found.cut == pytest.approx(2.5)
-    code, reasoning = found.row("code"), found.row("reasoning")
+    analysis = analyse("both", [FIRST, SECOND])
+    assert (analysis.trajectories, analysis.tokens) == (2, 10)
+    assert analysis.entropy == pytest.approx(0.8)
+    assert analysis.cut == pytest.approx(2.5)
+    code, reasoning = analysis.row("code"), analysis.row("reasoning")
     assert (code.tokens, code.share) == (4, pytest.approx(0.4))
     assert code.entropy == pytest.approx(0.2)
     assert code.entropy_share == pytest.approx(0.1)
     assert (code.top_share, code.top_rate) == (0.0, 0.0)
     assert reasoning.top_share == pytest.approx(0.5)
     assert reasoning.top_rate == pytest.approx(0.5)
-    assert found.row("answer").entropy is None
-    assert sum(row.share for row in found.rows) == pytest.approx(1.0)
-    assert sum(row.top_share for row in found.rows) == pytest.approx(1.0)
+    assert analysis.row("answer").entropy is None
+    assert sum(row.share for row in analysis.rows) == pytest.approx(1.0)
+    assert sum(row.top_share for row in analysis.rows) == pytest.approx(1.0)
 
 
 def test_intervals_are_over_trajectories() -> None:
-    found = analyse("both", [FIRST, SECOND] * 8).row("code")
-    assert found.low is not None
-    assert found.high is not None
-    assert 0.1 <= found.low < 0.2 < found.high <= 0.3
+    analysis = analyse("both", [FIRST, SECOND] * 8).row("code")
+    assert analysis.low is not None
+    assert analysis.high is not None
+    assert 0.1 <= analysis.low < 0.2 < analysis.high <= 0.3
     assert analyse("one", [FIRST]).row("code").low is None
     again = analyse("both", [FIRST, SECOND] * 8).row("code")
-    assert (again.low, again.high) == (found.low, found.high), "seeded"
+    assert (again.low, again.high) == (analysis.low, analysis.high), "seeded"
 
 
 def test_grams_begin_at_uncertain_tokens_and_stay_in_their_class() -> None:
-    found = analyse("all", [FIRST, FIRST, SECOND])
-    assert [(g.text, g.count) for g in found.grams["reasoning"][2]] == [("But before", 2)]
-    assert 3 not in found.grams["reasoning"], "the third token is code"
-    assert found.grams["after_error"][1][0].entropy == pytest.approx(3.0)
-    assert "code" not in found.grams
+    analysis = analyse("all", [FIRST, FIRST, SECOND])
+    assert [(g.text, g.count) for g in analysis.grams["reasoning"][2]] == [("But before", 2)]
+    assert 3 not in analysis.grams["reasoning"], "the third token is code"
+    assert analysis.grams["after_error"][1][0].entropy == pytest.approx(3.0)
+    assert "code" not in analysis.grams
 
 
 def test_second_looks_are_counted_against_their_base() -> None:
-    found = analyse("all", [FIRST, SECOND])
-    assert found.markers == pytest.approx(1.0), "But, Try"
-    assert found.markers_base == pytest.approx(1.0), "But, before, Try, again"
+    analysis = analyse("all", [FIRST, SECOND])
+    assert analysis.markers == pytest.approx(1.0), "But, Try"
+    assert analysis.markers_base == pytest.approx(1.0), "But, before, Try, again"
     plain = [token("So", "reasoning", 1.0, top=True), token(" it", "reasoning", 0.5)]
     assert analyse("plain", [plain]).markers == 0.0
 
 
 def test_nothing_is_no_error() -> None:
-    found = analyse("none", [])
-    assert (found.trajectories, found.tokens, found.entropy) == (0, 0, 0.0)
-    assert "| none | 0 |" in tables([found])
+    analysis = analyse("none", [])
+    assert (analysis.trajectories, analysis.tokens, analysis.entropy) == (0, 0, 0.0)
+    assert "| none | 0 |" in tables([analysis])
 
 
 def test_tables_keep_markdown_whole() -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rstar2.config import load_recipe
 from rstar2.record import RunDirectory
 from rstar2.report import end_table, write_report
-from rstar2.report.examples import choose_examples
+from rstar2.report.page import choose_examples
 from rstar2.report.summary import duration, summarise
 
 MakeRun = Callable[..., Path]

@@ -39,21 +39,21 @@ def test_thought_code_result_answer() -> None:
 def test_two_calls_in_a_turn_and_a_failure() -> None:
     text = "<tool_call>1</tool_call><tool_call>2</tool_call><tool_response>x</tool_response>" * 1
     text += "<tool_response>y</tool_response>after"
-    found = segments(trajectory(text, (pair("one", OK), pair("two", FAILED))))
-    assert [s.kind for s in found] == ["code", "code", "result", "result", "thought"]
-    assert found[3] == Segment("result", "ValueError: no", "exception", failed=True, result=1)
+    parts = segments(trajectory(text, (pair("one", OK), pair("two", FAILED))))
+    assert [s.kind for s in parts] == ["code", "code", "result", "result", "thought"]
+    assert parts[3] == Segment("result", "ValueError: no", "exception", failed=True, result=1)
 
 
 def test_a_made_up_tool_response_is_thought() -> None:
-    found = segments(trajectory("<tool_response>I win</tool_response><answer>1</answer>"))
-    assert found == [Segment("thought", "I win"), Segment("answer", "1")]
+    parts = segments(trajectory("<tool_response>I win</tool_response><answer>1</answer>"))
+    assert parts == [Segment("thought", "I win"), Segment("answer", "1")]
 
 
 def test_a_call_that_never_closed_and_our_own_failure() -> None:
     ours = ToolResult("c", Outcome.INFRASTRUCTURE, message="no server")
     call = ToolCall("c", "python", raw='{"name": ', error=Outcome.BAD_JSON)
-    found = segments(trajectory('<reason>a<tool_call>{"name": ', ((call, ours),)))
-    assert found == [
+    parts = segments(trajectory('<reason>a<tool_call>{"name": ', ((call, ours),)))
+    assert parts == [
         Segment("thought", "a"),
         Segment("code", '{"name": '),
         Segment("result", "no server", "infrastructure", failed=True),
@@ -62,5 +62,5 @@ def test_a_call_that_never_closed_and_our_own_failure() -> None:
 
 def test_code_may_mention_tags() -> None:
     text = "<tool_call>print('<answer>')</tool_call><answer>1</answer>"
-    found = segments(trajectory(text))
-    assert [s.kind for s in found] == ["code", "answer"]
+    parts = segments(trajectory(text))
+    assert [s.kind for s in parts] == ["code", "answer"]

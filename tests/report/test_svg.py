@@ -66,7 +66,7 @@ def test_names_are_escaped_everywhere() -> None:
     evil = '"><script>alert(1)</script>'
     series = svg.Series(evil, [0, 1], [0, 1])
     charts = [
-        svg.line_chart([series], title=evil, spans=[svg.Span(evil, 0, 1)], x_name=evil),
+        svg.line_chart([series], title=evil, spans=[svg.ChartSpan(evil, 0, 1)], x_name=evil),
         svg.dumbbell_chart([svg.Dumbbell(evil, (0, 0, 0.1), (1, 0.9, 1))], title=evil),
     ]
     for chart in charts:

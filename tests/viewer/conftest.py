@@ -101,9 +101,9 @@ def browser() -> Iterator[Browser]:
     if not path:
         _absent("no browser tests: no Chromium on PATH (scripts/install-debian.sh installs one)")
     with sync_playwright() as play:
-        found = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield found
-        found.close()
+        chromium = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
 
 
 class Complaints(list[str]):
@@ -118,29 +118,29 @@ def complaints() -> Complaints:
 @pytest.fixture
 def page(browser: Browser, complaints: Complaints) -> Iterator[Page]:
     """A fresh page of desktop size; whatever it complains of fails the test."""
-    with opened(browser, complaints, 1280, 860) as found:
-        yield found
+    with opened(browser, complaints, 1280, 860) as page:
+        yield page
 
 
 @pytest.fixture
 def phone(browser: Browser, complaints: Complaints) -> Iterator[Page]:
     """The same at the width of a phone, with touch."""
-    with opened(browser, complaints, 390, 800) as found:
-        yield found
+    with opened(browser, complaints, 390, 800) as page:
+        yield page
 
 
 @contextlib.contextmanager
 def opened(browser: Browser, complaints: Complaints, width: int, height: int) -> Iterator[Page]:
     context = browser.new_context(viewport={"width": width, "height": height})
     context.set_default_timeout(READY_MS)
-    found = context.new_page()
-    found.on("pageerror", lambda error: complaints.append(f"error: {error}"))
-    found.on("dialog", lambda dialog: complaints.append(f"dialog: {dialog.message}"))
-    found.on(
+    page = context.new_page()
+    page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
+    page.on("dialog", lambda dialog: complaints.append(f"dialog: {dialog.message}"))
+    page.on(
         "console",
         lambda m: complaints.append(m.text) if m.type in ("error", "warning") else None,
     )
-    found.on(
+    page.on(
         "request",
         lambda r: (
             complaints.append(r.url)
@@ -148,6 +148,6 @@ def opened(browser: Browser, complaints: Complaints, width: int, height: int) ->
             else None
         ),
     )
-    yield found
+    yield page
     context.close()
     assert complaints == []

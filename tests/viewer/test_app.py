@@ -138,7 +138,7 @@ def test_a_directory_of_runs_is_all_of_them(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such run directory"):
         run_directories(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="no run directory and has none"):
+    with pytest.raises(UserError, match="not a run directory and has none"):
         run_directories(tmp_path / "empty")
 
 

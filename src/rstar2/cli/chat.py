@@ -22,7 +22,7 @@ from rich.console import Console
 
 from rstar2.agent.loop import LoopEvent, RolloutSpec, ToolReturned, run_trajectory
 from rstar2.agent.template import Template, settings_of
-from rstar2.cli.painter import Painter
+from rstar2.cli.chat_output import ColouredOutput
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.config import AgentConfig, CodeEnvConfig, SamplingConfig, TemplateConfig
 from rstar2.errors import UserError
@@ -236,9 +236,9 @@ class EmbeddedSpeaker:
         self, engine: EmbeddedEngine, template: Template, tools: CodeEnvClient, options: Options
     ) -> None:
         self._template, self._tools, self._options = template, tools, options
-        self._painter = None if options.as_json else Painter(Console())
-        show = self._painter.feed if self._painter else lambda _text: None
-        end = self._painter.end if self._painter else lambda: None
+        self._output = None if options.as_json else ColouredOutput(Console())
+        show = self._output.feed if self._output else lambda _text: None
+        end = self._output.end if self._output else lambda: None
         self._generator = Streaming(engine, template, show, end)
         self._last: Trajectory | None = None
         self._count = 0
@@ -246,8 +246,8 @@ class EmbeddedSpeaker:
     async def say(self, text: str) -> Trajectory:
         problem = Problem(f"chat-{self._count}", text, "")
         prompt = self._prompt(problem)
-        if self._painter is not None and self._template.config.prefill_reason and self._count == 0:
-            self._painter.feed("<reason>")
+        if self._output is not None and self._template.config.prefill_reason and self._count == 0:
+            self._output.feed("<reason>")
         self._last = await run_trajectory(
             problem,
             id=f"chat/{self._count}",
@@ -260,7 +260,7 @@ class EmbeddedSpeaker:
             spec=RolloutSpec(
                 self._options.sampling, self._options.max_length, self._options.max_turns
             ),
-            observer=_observer(self._painter),
+            observer=_observer(self._output),
             prompt_ids=prompt,
         )
         self._count += 1
@@ -314,10 +314,10 @@ class EndpointSpeaker:
 
     def __init__(self, chat_loop: ChatLoop, config: TemplateConfig, options: Options) -> None:
         self._chat_loop, self._config, self._options = chat_loop, config, options
-        self._painter = None if options.as_json else Painter(Console())
-        if self._painter is not None:
-            chat_loop.on_text = self._painter.feed
-        chat_loop.observer = _observer(self._painter, end_turns=True)
+        self._output = None if options.as_json else ColouredOutput(Console())
+        if self._output is not None:
+            chat_loop.on_text = self._output.feed
+        chat_loop.observer = _observer(self._output, end_turns=True)
         self._count = 0
 
     async def say(self, text: str) -> Trajectory:
@@ -352,16 +352,18 @@ async def _endpoint(
     return EndpointSpeaker(chat_loop, _settings(None, system), options)
 
 
-def _observer(painter: Painter | None, *, end_turns: bool = False) -> Callable[[LoopEvent], None]:
+def _observer(
+    output: ColouredOutput | None, *, end_turns: bool = False
+) -> Callable[[LoopEvent], None]:
     """Shows what came back from the tool; an endpoint's turns also end here."""
 
     def observe(event: LoopEvent) -> None:
-        if painter is None:
+        if output is None:
             return
         if isinstance(event, ToolReturned):
-            painter.feed(f"<tool_response>\n{event.text}\n</tool_response>")
-            painter.end()
+            output.feed(f"<tool_response>\n{event.text}\n</tool_response>")
+            output.end()
         elif end_turns:
-            painter.end()
+            output.end()
 
     return observe

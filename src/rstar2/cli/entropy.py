@@ -1,8 +1,8 @@
-"""`rstar2 entropy`: where a policy is uncertain, by what its tokens were sampled for.
+"""`rstar2 entropy`: the entropy of sampled tokens by class.
 
 rstar2 entropy runs/tiny-seed0                     after SFT and each stage, and over training
 rstar2 entropy runs/roc-seed0 runs/grpo-seed0      the same, side by side
-rstar2 entropy MODEL --problems arithmetic         a model directory: rollouts are drawn first
+rstar2 entropy MODEL --problems arithmetic         a model directory: rollouts are sampled first
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rstar2.errors import UserError
 if TYPE_CHECKING:
     from rstar2.agent.detokenizer import Detokenizer
     from rstar2.entropy.classes import Token
-    from rstar2.entropy.page import Heat
-    from rstar2.entropy.sources import Exact, Sample
+    from rstar2.entropy.report import HeatMap
+    from rstar2.entropy.sources import ExactEntropies, LabelledRollouts
     from rstar2.entropy.table import Analysis, Point
     from rstar2.types import Trajectory
 
@@ -28,43 +28,54 @@ HEATS = 4
 
 
 def entropy(
-    targets: Annotated[list[Path], typer.Argument(metavar="RUN|MODEL...", help="what to analyse")],
+    targets: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN|MODEL...", help="Run directories, or model directories with --problems."
+        ),
+    ],
     problems: Annotated[
-        str | None, typer.Option(help="draw rollouts of these problems: arithmetic, gsm8k, FILE")
+        str | None,
+        typer.Option(help="Sample rollouts for these problems: arithmetic, gsm8k or a file."),
     ] = None,
-    count: Annotated[int, typer.Option(min=1, help="rollouts per table")] = 64,
-    points: Annotated[int, typer.Option(min=0, help="steps of each stage to look at")] = 8,
+    count: Annotated[int, typer.Option(min=1, help="Number of rollouts per table.")] = 64,
+    points: Annotated[
+        int, typer.Option(min=0, help="Number of steps of each stage to analyse.")
+    ] = 8,
     exact: Annotated[
-        bool, typer.Option("--exact", help="compute entropies again by the exported weights")
+        bool, typer.Option("--exact", help="Compute entropies from the exported weights.")
     ] = False,
-    max_length: Annotated[int, typer.Option(min=16, help="of rollouts that are drawn")] = 4096,
-    max_turns: Annotated[int, typer.Option(min=1)] = 10,
-    seed: Annotated[int, typer.Option()] = 0,
+    max_length: Annotated[
+        int, typer.Option(min=16, help="Maximum length of sampled rollouts in tokens.")
+    ] = 4096,
+    max_turns: Annotated[int, typer.Option(min=1, help="Maximum turns of sampled rollouts.")] = 10,
+    seed: Annotated[int, typer.Option(help="Seed that chooses rollouts.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(help="directory of entropy.html and entropy.json")
+        Path | None, typer.Option(help="Directory for entropy.html and entropy.json.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Entropy of sampled tokens: forking, reflection, code. Tables, n-grams, a heat-mapped page."""
+    """Analyse the entropy of sampled tokens: forking tokens, reflection tokens, code.
+
+    Prints tables and writes a page with tables, curves, n-grams and coloured rollouts.
+    """
     import msgspec
 
-    from rstar2.entropy.page import write_page
-    from rstar2.entropy.show import tables
+    from rstar2.entropy.report import tables, write_page
 
     analyses: list[Analysis] = []
     course: list[Point] = []
-    heats: list[Heat] = []
+    heats: list[HeatMap] = []
     for target in targets:
         prefix = f"{target.resolve().name} " if len(targets) > 1 else ""
-        job = _Job(target, prefix, count, seed)
+        analysed = EntropyTarget(target, prefix, count, seed)
         if problems is not None:
-            found = job.drawn(problems, max_length, max_turns)
+            analyses += analysed.sampled(problems, max_length, max_turns)
         else:
-            found = job.recorded(exact)
+            analyses += analysed.recorded(exact)
             if len(targets) == 1 and points:
-                course = job.course(points)
-        analyses += found
-        heats += job.heats
+                course = analysed.course(points)
+        heats += analysed.heats
     folder = out or _folder(targets)
     folder.mkdir(parents=True, exist_ok=True)
     document = msgspec.json.format(
@@ -77,31 +88,32 @@ def entropy(
 
 
 def _folder(targets: list[Path]) -> Path:
-    """Beside a run's other files; elsewhere for models and comparisons."""
+    """Inside the run directory; in the current directory for models and comparisons."""
     if len(targets) == 1 and (targets[0] / "recipe.yaml").is_file():
         return targets[0] / "entropy"
     return Path("entropy")
 
 
-class _Job:
-    """One run or model."""
+class EntropyTarget:
+    """One run or model to analyse."""
 
     def __init__(self, target: Path, prefix: str, count: int, seed: int) -> None:
         self.target, self.prefix, self.count, self.seed = target, prefix, count, seed
-        self.heats: list[Heat] = []
+        self.heats: list[HeatMap] = []
 
     @property
     def is_run(self) -> bool:
         return (self.target / "recipe.yaml").is_file()
 
     def recorded(self, exact: bool) -> list[Analysis]:
-        """The held-out answers that a run has on record, after SFT and each stage."""
-        from rstar2.entropy.exact import exact_entropies
-        from rstar2.entropy.sources import evaluations, recorded
+        """The recorded rollouts on held-out problems, after SFT and each stage."""
+        from rstar2.entropy.sources import evaluations, exact_entropies, recorded
 
         if not self.is_run:
-            raise UserError(f"{self.target} is no run: say which --problems its model is to answer")
-        found = []
+            raise UserError(
+                f"{self.target} is not a run: choose problems for the model with --problems"
+            )
+        analyses = []
         for sample in evaluations(self.target, self.count, self.seed):
             known = all(recorded(t) is not None for t in sample.trajectories)
             weights = self.target / "exports" / sample.label
@@ -111,13 +123,13 @@ class _Job:
                     f"{self.target}: no entropies on record after {sample.label}, and no weights "
                     f"to compute them ({weights})"
                 )
-            found.append(self._analyse(sample, exact_entropies(weights) if again else None))
-        if not found:
+            analyses.append(self._analyse(sample, exact_entropies(weights) if again else None))
+        if not analyses:
             raise UserError(f"{self.target} has no sampled evaluation on record yet")
-        return found
+        return analyses
 
     def course(self, points: int) -> list[Point]:
-        """Rollouts of training, where their entropies are on record."""
+        """Rollouts of RL steps whose entropies are recorded."""
         from rstar2.entropy.sources import classed, course, recorded
         from rstar2.entropy.table import Point, analyse
 
@@ -127,25 +139,26 @@ class _Job:
             if all(recorded(t) is not None for t in sample.trajectories)
         ]
 
-    def drawn(self, problems: str, max_length: int, max_turns: int) -> list[Analysis]:
-        """Rollouts of a model, drawn now through the loop, fleet and grader of training."""
+    def sampled(self, problems: str, max_length: int, max_turns: int) -> list[Analysis]:
+        """Rollouts of a model, sampled now by the agent loop, fleet and grader of training."""
         from rstar2.cli.chat import longest, model_directory
-        from rstar2.entropy.exact import exact_entropies
-        from rstar2.entropy.sources import Sample, recorded
+        from rstar2.entropy.sources import LabelledRollouts, exact_entropies, recorded
 
         directory = model_directory(self.target)
         length = longest(directory, max_length)
-        drawn = asyncio.run(_draw(directory, problems, self.count, length, max_turns, self.seed))
-        kept = [(t, prompt) for t, prompt in drawn if t.failure is None]
+        rollouts = asyncio.run(
+            _sample(directory, problems, self.count, length, max_turns, self.seed)
+        )
+        kept = [(t, prompt) for t, prompt in rollouts if t.failure is None]
         if not kept:
-            raise UserError(f"{directory}: every rollout was lost to infrastructure")
+            raise UserError(f"{directory}: every rollout was lost to infrastructure failures")
         trajectories, prompts = zip(*kept, strict=True)
-        sample = Sample(directory.name, trajectories, prompts)
+        sample = LabelledRollouts(directory.name, trajectories, prompts)
         known = all(recorded(t) is not None for t in sample.trajectories)
         return [self._analyse(sample, None if known else exact_entropies(directory), directory)]
 
     def _analyse(
-        self, sample: Sample, exact: Exact | None, directory: Path | None = None
+        self, sample: LabelledRollouts, exact: ExactEntropies | None, directory: Path | None = None
     ) -> Analysis:
         from rstar2.entropy.sources import classed
         from rstar2.entropy.table import analyse
@@ -164,14 +177,14 @@ class _Job:
         return Detokenizer(find_tokenizer(self.target, read_recipe(self.target)))
 
 
-def _heats(label: str, sample: Sample, tokens: list[list[Token]]) -> list[Heat]:
-    """The first rollouts of a sample, as many as there are tokens of, on one scale."""
+def _heats(label: str, sample: LabelledRollouts, tokens: list[list[Token]]) -> list[HeatMap]:
+    """Heat maps of the first rollouts of a sample, one per list of tokens, on one scale."""
     from rstar2.agent.prompts import tool_text
-    from rstar2.entropy.page import Heat, pieces
+    from rstar2.entropy.report import HeatMap, pieces
 
     scale = max((t.entropy for part in tokens for t in part), default=1.0)
     return [
-        Heat(
+        HeatMap(
             sample=label,
             id=trajectory.id,
             prompt=prompt,
@@ -187,10 +200,10 @@ def _heats(label: str, sample: Sample, tokens: list[list[Token]]) -> list[Heat]:
     ]
 
 
-async def _draw(
+async def _sample(
     directory: Path, problems: str, count: int, max_length: int, max_turns: int, seed: int
 ) -> list[tuple[Trajectory, str]]:
-    """Answers to the first `count` problems, one each, at temperature 1; with the prompts."""
+    """One rollout for each of the first `count` problems, at temperature 1, and its prompt."""
     from rstar2.agent.loop import RolloutSpec
     from rstar2.cli.eval import base_recipe
     from rstar2.config import SamplingConfig

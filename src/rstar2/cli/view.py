@@ -1,4 +1,4 @@
-"""`rstar2 view`: run directories as a local web page."""
+"""`rstar2 view`: shows run directories as a local web page."""
 
 from __future__ import annotations
 
@@ -15,36 +15,41 @@ DEFAULT_PORT = 8765
 
 
 def view(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = DEFAULT_PORT,
-    browser: Annotated[bool, typer.Option(help="open the page in a browser")] = False,
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Run directories, or directories that hold some."),
+    ],
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+    ] = DEFAULT_PORT,
+    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = False,
 ) -> None:
-    """Look inside runs, finished or going on: curves, groups, rollouts, tokens, timeline.
+    """Show finished and running runs: curves, groups, rollouts, tokens, timelines.
 
-    Serves on this machine only and never writes into a run. Stop with Ctrl-C.
+    Serves on this machine only and never writes into a run. Ctrl-C stops it.
     """
     from rstar2.viewer.run import open_runs
     from rstar2.viewer.server import serve
 
-    found = [directory for path in runs for directory in run_directories(path)]
+    directories = [directory for path in runs for directory in run_directories(path)]
 
     def ready(url: str) -> None:
         typer.echo(url)
-        typer.echo(f"viewing {len(found)} run(s) at {url}   (Ctrl-C stops)", err=True)
+        typer.echo(f"viewing {len(directories)} run(s) at {url}   (Ctrl-C stops)", err=True)
         if browser:
             webbrowser.open(url)
 
-    asyncio.run(serve(open_runs(found), port, ready))
+    asyncio.run(serve(open_runs(directories), port, ready))
 
 
 def run_directories(path: Path) -> list[Path]:
-    """A run directory, or those directly or two levels inside a directory (an ablation's)."""
+    """A run directory itself, or those one or two levels inside a directory (an ablation)."""
     if (path / "recipe.yaml").is_file():
         return [path]
     if not path.is_dir():
-        raise UserError(f"{path}: there is no such run directory")
+        raise UserError(f"{path}: no such run directory")
     inside = sorted({p.parent for depth in ("*", "*/*") for p in path.glob(f"{depth}/recipe.yaml")})
     runs = [p for p in inside if (p / "environment.json").is_file()]
     if not runs:
-        raise UserError(f"{path} is no run directory and has none inside (no recipe.yaml)")
+        raise UserError(f"{path} is not a run directory and has none inside (no recipe.yaml)")
     return runs

@@ -1,10 +1,10 @@
-"""Where a policy is uncertain: entropy of its sampled tokens by what they were sampled for.
+"""The entropy of a policy's sampled tokens, by class of token.
 
     trajectory + text of each token ──> classes (pure) ──> table (pure): shares, entropies, n-grams
-    entropies: recorded by the engine, or computed exactly by the learner's own model (exact)
+    entropies: recorded by the engine, or computed exactly by the learner's model code (sources)
 
-The paper shows two pictures; here are numbers. In every trajectory the 20% of sampled tokens with
-the highest entropy are marked. A marked token in free reasoning is a *forking* token; one in the
-window after a tool response is a *reflection* token, apart for responses that succeeded and that
-failed; code, answers and the format's own tags are apart too.
+In every trajectory the 20% of sampled tokens with the highest entropy are marked. A marked token in
+free reasoning is a *forking* token. One shortly after a tool response is a *reflection* token,
+counted separately for responses that succeeded and that failed. Code, answers and the tags of the
+format are separate classes.
 """

@@ -1,16 +1,16 @@
-"""What each sampled token was sampled for, from the text alone. Pure.
+"""The class of each sampled token, from the text alone. Pure.
 
 | class       | tokens                                                                        |
 |-------------|-------------------------------------------------------------------------------|
-| reasoning   | free text, but for the next two                                               |
+| reasoning   | free text, except the next two                                                |
 | after_ok    | the first WINDOW tokens of free text after tool responses that all succeeded   |
 | after_error | the same after a response that failed                                         |
 | code        | the value of `code` in a tool call                                            |
 | answer      | inside <answer>                                                               |
 | format      | tags, special tokens, white space between them, the JSON around the code       |
 
-A token belongs where its first character stands (white space before it apart): every sampled token
-has exactly one class and nothing else has any.
+The first character of a token that is not white space decides its class. Every sampled token has
+exactly one class; prompts and tool responses have none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from rstar2.types import Trajectory
 
 WINDOW = 48
-"""Tokens of free text after a tool response that count as reflecting on it."""
+"""Tokens of free text after a tool response that count as reflection on it."""
 TOP_SHARE = 0.2
 
 REASONING, AFTER_OK, AFTER_ERROR = "reasoning", "after_ok", "after_error"
@@ -40,20 +40,20 @@ class Token:
 
     turn: int
     index: int
-    """Its place in the turn."""
+    """Its position in the turn."""
     piece: str
     kind: str
     entropy: float
     logprob: float
     top: bool = False
-    """Among the trajectory's 20% of highest entropy."""
+    """Among the 20% of the trajectory with the highest entropy."""
 
 
 def classify(texts: Sequence[Sequence[str]], failures: Sequence[bool | None]) -> list[list[str]]:
     """The class of every token of every turn.
 
-    `texts` holds the pieces of each turn; `failures` says what the tool responses before each turn
-    came to: None for none, else whether any of them failed.
+    `texts` holds the text of each token of each turn. `failures` holds for each turn whether a tool
+    response before it failed; None if there was no response.
     """
     return [_turn(pieces, failed) for pieces, failed in zip(texts, failures, strict=True)]
 
@@ -73,7 +73,7 @@ def tokens_of(
     entropies: Sequence[Sequence[float]],
     share: float = TOP_SHARE,
 ) -> list[Token]:
-    """All sampled tokens of a trajectory, classed, the uncertain ones marked."""
+    """All sampled tokens of a trajectory with their class; the top 20% are marked."""
     kinds = classify(texts, failures_before(trajectory))
     tokens = [
         Token(number, index, piece, kind, float(entropy), float(logprob))
@@ -92,7 +92,7 @@ def tokens_of(
 
 
 def top_tokens(entropies: Sequence[float], share: float = TOP_SHARE) -> frozenset[int]:
-    """Places of the given share of tokens with the highest entropy; of equal ones the first."""
+    """Positions of the given share of tokens with the highest entropy; earlier ones win ties."""
     count = round(share * len(entropies))
     order = sorted(range(len(entropies)), key=lambda i: (-entropies[i], i))
     return frozenset(order[:count])
@@ -134,7 +134,7 @@ def _spans(text: str) -> list[tuple[int, int, str]]:
             spans += _inner(text, opened[0], opened[1], match.start())
             opened = None
         elif opened is not None:
-            continue  # text within a call or an answer, whatever it looks like
+            continue  # text within a call or an answer, even if it looks like a tag
         spans.append((match.start(), match.end(), FORMAT))
         if tag in ("<tool_call>", "<answer>"):
             opened = (tag[1:-1], match.end())
@@ -145,20 +145,21 @@ def _spans(text: str) -> list[tuple[int, int, str]]:
 
 
 def _blanks(text: str, spans: list[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
-    """White space beside a tag with no word before the next one: part of the format."""
+    """White space between two tags: part of the format."""
     edges = [0, *(edge for start, end, _ in spans for edge in (start, end)), len(text)]
     gaps = zip(edges[::2], edges[1::2], strict=True)
     return [(a, b, FORMAT) for a, b in gaps if spans and a < b and not text[a:b].strip()]
 
 
 def _inner(text: str, tag: str, start: int, end: int) -> list[tuple[int, int, str]]:
-    """What stands between an opening tag and its end."""
+    """The spans between an opening tag and its end."""
     if tag == "answer":
         return [(start, end, ANSWER)] if start < end else []
-    found = _CODE.search(text, start, end)
-    if found is None:
+    opening = _CODE.search(text, start, end)
+    if opening is None:
         return [(start, end, FORMAT)] if start < end else []
-    string = _STRING.match(text, found.end(), end)
-    close = string.end() if string else found.end()
-    parts = [(start, found.end(), FORMAT), (found.end(), close, CODE), (close, end, FORMAT)]
+    code = opening.end()
+    string = _STRING.match(text, code, end)
+    close = string.end() if string else code
+    parts = [(start, code, FORMAT), (code, close, CODE), (close, end, FORMAT)]
     return [part for part in parts if part[0] < part[1]]

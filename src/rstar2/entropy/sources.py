@@ -1,5 +1,5 @@
-"""Trajectories to analyse: those a run has on record, with the entropies it recorded, or computed
-again by the learner's own model code.
+"""Trajectories to analyse, and the entropies of their tokens: recorded by the engine, or computed
+from the token ids by the learner's model code.
 """
 
 from __future__ import annotations
@@ -9,26 +9,31 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from rstar2.entropy.classes import Token, tokens_of
 from rstar2.errors import UserError
+from rstar2.learner.model import load_policy
+from rstar2.learner.pack import input_length, make_pack, make_row, plan
 from rstar2.record import evaluation_stage, read_evaluations, read_groups, read_recipe
 from rstar2.record.files import StepHead
 from rstar2.record.read import read_lines
 from rstar2.types import Trajectory
 
 COUNT = 64
-"""Trajectories of one table, as in the paper."""
+"""Trajectories per table, as in the paper."""
+TOKENS_PER_PACK = 8192
 
 Pieces = Callable[[Sequence[int]], list[str]]
-Values = list[list[float]]
-"""One value per sampled token, by turn."""
-Exact = Callable[[Sequence[Trajectory]], list[Values]]
+TokenEntropies = list[list[float]]
+"""The entropy of each sampled token, by turn."""
+ExactEntropies = Callable[[Sequence[Trajectory]], list[TokenEntropies]]
 """Computes the entropies of trajectories."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """Trajectories under one name, each with what it was asked."""
+class LabelledRollouts:
+    """Trajectories with a common label, each with its prompt."""
 
     label: str
     trajectories: tuple[Trajectory, ...]
@@ -41,24 +46,26 @@ def stages_of(run: Path) -> list[str]:
     return ["sft", *(str(stage["name"]) for stage in rl.get("stages") or [])]
 
 
-def evaluations(run: Path, count: int, seed: int = 0) -> list[Sample]:
+def evaluations(run: Path, count: int, seed: int = 0) -> list[LabelledRollouts]:
     """The sampled answers to the held-out problems, after SFT and after each stage.
 
-    The same problems at every stage: what differs between two samples is the policy.
+    The problems are the same at every stage, so two samples differ only in the policy.
     """
     done = {(e.stage, e.mode) for e in read_evaluations(run)}
-    found = []
+    samples = []
     for stage in stages_of(run):
         if (stage, "sampled") in done:
             lines = read_groups(run, evaluation_stage(stage, "sampled"))
             asked = [(t, g.group.problem.prompt) for g in lines for t in g.group.trajectories[:1]]
             if sample := _draw(stage, asked, count, seed):
-                found.append(sample)
-    return found
+                samples.append(sample)
+    return samples
 
 
-def course(run: Path, count: int, points: int, seed: int = 0) -> Iterator[tuple[str, int, Sample]]:
-    """(stage, step, sample) over RL: about `points` steps of each stage, evenly."""
+def course(
+    run: Path, count: int, points: int, seed: int = 0
+) -> Iterator[tuple[str, int, LabelledRollouts]]:
+    """(stage, step, sample) over RL: about `points` steps of each stage, evenly spaced."""
     for stage in stages_of(run)[1:]:
         file = run / "trajectories" / f"{stage}.jsonl"
         steps = sorted({head.step for head in read_lines(file, StepHead)})
@@ -71,50 +78,81 @@ def course(run: Path, count: int, points: int, seed: int = 0) -> Iterator[tuple[
             if line.step in wanted:
                 asked = [(t, line.group.problem.prompt) for t in line.group.trajectories]
                 by_step.setdefault(line.step, []).extend(asked)
-        for step, found in sorted(by_step.items()):
-            if sample := _draw(f"{stage} {step}", found, count, seed):
+        for step, asked in sorted(by_step.items()):
+            if sample := _draw(f"{stage} {step}", asked, count, seed):
                 yield stage, step, sample
 
 
 def _draw(
-    label: str, found: Sequence[tuple[Trajectory, str]], count: int, seed: int
-) -> Sample | None:
-    """As many trajectories as asked, drawn by the seed, in their order; None if there are none."""
-    usable = [pair for pair in found if pair[0].sampled_tokens]
+    label: str, asked: Sequence[tuple[Trajectory, str]], count: int, seed: int
+) -> LabelledRollouts | None:
+    """`count` trajectories, chosen by the seed, in their order; None if there are none."""
+    usable = [pair for pair in asked if pair[0].sampled_tokens]
     if len(usable) > count:
         places = sorted(random.Random(seed).sample(range(len(usable)), count))
         usable = [usable[place] for place in places]
     if not usable:
         return None
     trajectories, prompts = zip(*usable, strict=True)
-    return Sample(label, trajectories, prompts)
+    return LabelledRollouts(label, trajectories, prompts)
 
 
 # --------------------------------------------------------------------------- entropies
 
 
-def recorded(trajectory: Trajectory) -> Values | None:
-    """What the engine reported; None if a turn has nothing."""
+def recorded(trajectory: Trajectory) -> TokenEntropies | None:
+    """The entropies that the engine reported; None unless it did for all turns."""
     if any(turn.entropies is None for turn in trajectory.turns):
         return None
     return [list(turn.entropies or ()) for turn in trajectory.turns]
 
 
-def classed(sample: Sample, pieces: Pieces, exact: Exact | None) -> list[list[Token]]:
+def classed(
+    sample: LabelledRollouts, pieces: Pieces, exact: ExactEntropies | None
+) -> list[list[Token]]:
     """The tokens of each trajectory, with recorded entropies unless `exact` computes them."""
     if exact is not None:
-        values: list[Values] = exact(sample.trajectories)
+        values: list[TokenEntropies] = exact(sample.trajectories)
     else:
         values = []
         for trajectory in sample.trajectories:
-            found = recorded(trajectory)
-            if found is None:
+            entropies = recorded(trajectory)
+            if entropies is None:
                 raise UserError(
-                    f"{trajectory.id}: its engine reported no entropies; have them computed by the "
-                    "model with --model DIR"
+                    f"{trajectory.id}: its engine reported no entropies; use --exact to compute "
+                    "them from the exported weights"
                 )
-            values.append(found)
+            values.append(entropies)
     return [
         tokens_of(trajectory, [pieces(turn.sampled_ids) for turn in trajectory.turns], entropies)
         for trajectory, entropies in zip(sample.trajectories, values, strict=True)
     ]
+
+
+def exact_entropies(
+    model_dir: Path, device: str = "cpu", budget: int = TOKENS_PER_PACK
+) -> ExactEntropies:
+    """A function that computes entropies from token ids with the learner's model code.
+
+    They are exact: over the whole vocabulary, at temperature 1.
+    """
+    policy = load_policy(model_dir, device)
+    policy.eval()
+
+    @torch.inference_mode()
+    def compute(trajectories: Sequence[Trajectory]) -> list[TokenEntropies]:
+        rows = [(t.token_ids, t.mask) for t in trajectories]
+        by_row: dict[int, list[float]] = {}
+        for (bins,) in plan([input_length(mask) for _, mask in rows], budget):
+            pack = make_pack([make_row(i, *rows[i]) for i in bins], device)
+            _, entropy_T = policy(pack)
+            parts = entropy_T.split([len(row.predict) for row in pack.rows])
+            by_row |= {row.index: part.tolist() for row, part in zip(pack.rows, parts, strict=True)}
+        return [_by_turn(by_row[i], t) for i, t in enumerate(trajectories)]
+
+    return compute
+
+
+def _by_turn(values: Sequence[float], trajectory: Trajectory) -> TokenEntropies:
+    left = iter(values)
+    return [[next(left) for _ in turn.sampled_ids] for turn in trajectory.turns]

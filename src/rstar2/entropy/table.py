@@ -1,5 +1,5 @@
-"""Numbers over many trajectories: what each class of tokens has of the text, of the uncertainty,
-and of the uncertain tokens, with intervals over trajectories. Pure.
+"""Statistics over many trajectories: the share of each class in the tokens, in the summed entropy
+and in the high-entropy tokens, with intervals over trajectories. Pure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MARKERS = re.compile(
     r"double|check|verify|confirm|rerun|retry|try|fix|correct|let)\b",
     re.I,
 )
-"""How the paper's forking tokens begin: words that open a second look at one's own work."""
+"""How the paper's forking tokens begin: words with which a model reconsiders its own work."""
 FREE = (REASONING, AFTER_OK, AFTER_ERROR)
 
 
@@ -40,14 +40,14 @@ class ClassRow:
     entropy_share: float
     """Of the summed entropy."""
     top_share: float
-    """Of the uncertain tokens (the 20% of each trajectory with the highest entropy)."""
+    """Of the high-entropy tokens (the top 20% of each trajectory)."""
     top_rate: float | None
-    """How many of its tokens are uncertain; 0.2 if entropy knew nothing of classes."""
+    """Share of its tokens in the top 20%; 0.2 if entropy were independent of the class."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gram:
-    """Tokens in a row that begin at an uncertain one."""
+    """Consecutive tokens of which the first is a high-entropy token."""
 
     text: str
     count: int
@@ -57,7 +57,7 @@ class Gram:
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """What one set of trajectories shows."""
+    """The statistics of one set of trajectories."""
 
     label: str
     trajectories: int
@@ -65,14 +65,14 @@ class Analysis:
     entropy: float
     """Mean over sampled tokens."""
     cut: float
-    """Mean over trajectories of the lowest entropy among the uncertain tokens."""
+    """Mean over trajectories of the lowest entropy in the top 20%."""
     rows: tuple[ClassRow, ...]
     grams: Mapping[str, Mapping[int, tuple[Gram, ...]]]
     """By class and length, most frequent first."""
     markers: float | None
-    """Share of the uncertain tokens in free text that open a second look (MARKERS)."""
+    """Share of the high-entropy tokens in free text that begin a phrase of MARKERS."""
     markers_base: float | None
-    """The same of all tokens in free text."""
+    """The same share of all tokens in free text."""
 
     def row(self, name: str) -> ClassRow:
         return next(row for row in self.rows if row.name == name)
@@ -88,7 +88,7 @@ class Point:
 
 
 def analyse(label: str, trajectories: Iterable[Sequence[Token]]) -> Analysis:
-    """The table of a set of trajectories."""
+    """The statistics of a set of trajectories."""
     counts, sums, tops, grams, cuts, marked = [], [], [], _Grams(), [], Counter[str]()
     for tokens in trajectories:
         if not tokens:
@@ -154,7 +154,7 @@ def _interval(sums: np.ndarray, counts: np.ndarray) -> tuple[float | None, float
 
 
 class _Grams:
-    """Counts n-grams that begin at an uncertain token and stay within its class and turn."""
+    """Counts n-grams that begin at a high-entropy token and stay within its class and turn."""
 
     def __init__(self) -> None:
         self._count: defaultdict[tuple[str, int], Counter[str]] = defaultdict(Counter)
@@ -173,14 +173,14 @@ class _Grams:
                     self._entropy[token.kind, length, text] += token.entropy
 
     def most(self) -> dict[str, dict[int, tuple[Gram, ...]]]:
-        found: dict[str, dict[int, tuple[Gram, ...]]] = {}
+        most: dict[str, dict[int, tuple[Gram, ...]]] = {}
         for (kind, length), counter in sorted(self._count.items()):
             ordered = sorted(counter.items(), key=lambda item: (-item[1], item[0]))[:MOST_GRAMS]
-            found.setdefault(kind, {})[length] = tuple(
+            most.setdefault(kind, {})[length] = tuple(
                 Gram(text, count, self._entropy[kind, length, text] / count)
                 for text, count in ordered
             )
-        return found
+        return most
 
 
 def _phrase(tokens: Sequence[Token], start: int, length: int = 4) -> str:

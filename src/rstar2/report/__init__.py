@@ -1,5 +1,5 @@
-"""What a run came to: the end table on the terminal and report.html. Reads only what record
-wrote, so it can be made again at any time, also of a run that is still going on.
+"""The results of a run: the end table on the terminal and report.html. Both are made only from the
+run directory, so they can be made at any time, also while the run is training.
 """
 
 from rstar2.report.page import write_report

@@ -1,5 +1,5 @@
-"""report.html: one self-contained page over a run directory. Everything from the run is escaped,
-by the template (autoescape) or by svg.py; the page loads nothing and talks to nobody.
+"""report.html: one self-contained page about a run. All text of the run is escaped, by the template
+(autoescape) or by svg.py; the page loads nothing and sends nothing.
 """
 
 from __future__ import annotations
@@ -15,21 +15,24 @@ import yaml
 from markupsafe import Markup
 
 from rstar2.files import write_file
+from rstar2.record import evaluation_stage, read_groups
 from rstar2.report import svg
-from rstar2.report.examples import choose_examples
+from rstar2.report.segments import Segment, segments
 from rstar2.report.summary import StageCurve, Summary, duration, summarise
 from rstar2.report.table import main_evaluation, share
-from rstar2.types import Estimate, Evaluation
+from rstar2.types import Estimate, Evaluation, Problem, Trajectory
 
 FORBID = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-"""Content security policy: even markup that slipped through could load and send nothing."""
+"""Content security policy: markup that was not escaped could still load and send nothing."""
 
 SMOOTH = 5
+LEARNT, STILL_WRONG = 4, 1
+"""Examples to show: problems that became correct, and problems that are still wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A chart with its words; `legend` holds (name, colour) of each line."""
+    """A chart with its title, note and legend: (name, colour) of each line."""
 
     title: str
     note: str
@@ -39,7 +42,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """One number of the head of the page, before and after."""
+    """One number at the top of the page, before and after RL."""
 
     name: str
     before: str
@@ -48,7 +51,7 @@ class Headline:
 
 
 def write_report(run: Path) -> Path:
-    """Write report.html into the run directory, whole or not at all; returns its path."""
+    """Write report.html into the run directory atomically; returns its path."""
     path = run / "report.html"
     write_file(path, render(summarise(run)))
     return path
@@ -87,7 +90,7 @@ def _asset(name: str) -> str:
 
 
 def headlines(summary: Summary) -> Iterator[Headline]:
-    """What a reader wants to know first."""
+    """The numbers at the top of the page."""
     for mode in summary.modes:
         if ends := summary.first_and_last(mode):
             first, last = ends[0].accuracy, ends[1].accuracy
@@ -98,21 +101,21 @@ def headlines(summary: Summary) -> Iterator[Headline]:
     if ends := summary.first_and_last(mode):
         before, after = ends
         yield Headline(
-            "failing calls in correct answers",
+            "tool-error rate in correct rollouts",
             share(before.failing_calls_in_correct),
             share(after.failing_calls_in_correct),
-            f"{mode} answers",
+            f"{mode} evaluation",
         )
         yield Headline(
-            "tokens an answer",
+            "tokens per rollout",
             f"{before.mean_length:.0f}",
             f"{after.mean_length:.0f}",
-            f"{mode} answers, tool output included",
+            f"{mode} evaluation, tool output included",
         )
 
 
 def interval(estimate: Estimate) -> str:
-    """The 95% interval in words."""
+    """The 95% interval and the number of problems as text."""
     return (
         f"95% interval {svg.percent(estimate.low)} to {svg.percent(estimate.high)}, "
         f"{estimate.count} held-out problems"
@@ -136,7 +139,7 @@ def _rows(summary: Summary) -> Iterator[dict[str, Any]]:
 
 
 def _timings(summary: Summary) -> Iterator[dict[str, Any]]:
-    """Seconds per stage, split by what they went to."""
+    """Seconds per stage, split into parts."""
     if summary.sft:
         total = summary.sft.total("time/step")
         yield {"name": "sft", "total": total, "parts": [("learn", total)]}
@@ -174,44 +177,43 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
 
 
 def figures(summary: Summary) -> Iterator[Figure]:
-    """The curves of the whole run."""
+    """The curves over all RL steps."""
     yield _curve(
-        summary, "Reward", "Share of right answers among the rollouts drawn.",
+        summary, "Reward", "Share of correct answers among all rollouts of a step.",
         {"reward": "reward"}, svg.percent, (0.0, 1.0),
     )  # fmt: skip
     yield _curve(
-        summary, "Failing tool calls", "Share of the calls; inside right answers it says how clean "
-        "success is.",
-        {"failing_calls_in_correct": "in correct answers", "tool_errors": "in all answers"},
+        summary, "Tool-error rate", "Failed tool calls as a share of all tool calls.",
+        {"failing_calls_in_correct": "in correct rollouts", "tool_errors": "in all rollouts"},
         svg.percent, (0.0, 0.1),
     )  # fmt: skip
     yield _curve(
-        summary, "Response length", "Mean tokens of a rollout, tool output included.",
+        summary, "Response length", "Mean tokens per rollout, tool output included.",
         {"response_length": "tokens"}, svg.number, None,
     )  # fmt: skip
     yield _curve(
-        summary, "Truncated and unanswered", "Rollouts cut at the length limit, or without answer.",
+        summary, "Truncated and unanswered",
+        "Rollouts cut at the length limit, and without an answer.",
         {"truncated": "truncated", "no_answer": "no answer"}, svg.percent, (0.0, 0.1),
     )  # fmt: skip
     yield _curve(
-        summary, "Groups", "Problems used in each step; dropped ones (all right or all wrong) are "
-        "refilled.",
-        {"groups/used": "used", "groups/dropped": "dropped", "groups/refilled": "refilled"},
+        summary, "Groups", "Groups per step. Groups with equal rewards are dropped and replaced.",
+        {"groups/used": "used", "groups/dropped": "dropped", "groups/refilled": "replacements"},
         svg.number, None, smooth=0,
     )  # fmt: skip
     yield _curve(
-        summary, "Entropy", "Of the policy, per sampled token.", {"entropy": "entropy"},
-        svg.number, None,
+        summary, "Entropy", "Mean entropy of the policy per sampled token, in nats.",
+        {"entropy": "entropy"}, svg.number, None,
     )  # fmt: skip
     yield _curve(
-        summary, "Seconds a step", "Where the time of a step went.",
+        summary, "Seconds per step", "Time of a step by part.",
         {"time/generate": "generate", "time/tools": "tools", "time/learn": "learn"},
         svg.number, None, smooth=0,
     )  # fmt: skip
     if summary.sft:
         loss = svg.Series("loss", summary.sft.x(), summary.sft.y("loss"), 3, smooth=9)
         chart = svg.line_chart([loss], title="SFT loss", log=True)
-        yield Figure("SFT loss", "Format only, before any reward; logarithmic.", chart)
+        yield Figure("SFT loss", "Logarithmic scale.", chart)
 
 
 def _curve(
@@ -244,8 +246,8 @@ def _joined(
     return svg.Series(name, xs, ys, colour, smooth=smooth)
 
 
-def _spans(stages: tuple[StageCurve, ...]) -> list[svg.Span]:
-    return [svg.Span(s.name, s.offset + 0.5, s.offset + s.last + 0.5) for s in stages]
+def _spans(stages: tuple[StageCurve, ...]) -> list[svg.ChartSpan]:
+    return [svg.ChartSpan(s.name, s.offset + 0.5, s.offset + s.last + 0.5) for s in stages]
 
 
 def kinds_figure(summary: Summary) -> Figure | None:
@@ -257,8 +259,8 @@ def kinds_figure(summary: Summary) -> Figure | None:
     first, last = ends
 
     def triple(evaluation: Evaluation, kind: str) -> tuple[float, float, float] | None:
-        found = evaluation.kinds.get(kind)
-        return (found.mean, found.low, found.high) if found else None
+        estimate = evaluation.kinds.get(kind)
+        return (estimate.mean, estimate.low, estimate.high) if estimate else None
 
     rows = [svg.Dumbbell(kind, triple(first, kind), triple(last, kind)) for kind in summary.kinds]
     return Figure(
@@ -273,13 +275,13 @@ def _kind_rows(summary: Summary) -> Iterator[tuple[str, list[float | None]]]:
     """(kind, its accuracy after each evaluated stage), in the first mode."""
     mode = next(iter(summary.modes), "")
     for kind in summary.kinds:
-        found = [summary.evaluations.get((stage, mode)) for stage in summary.evaluated]
-        estimates = [e.kinds.get(kind) if e else None for e in found]
+        evaluations = [summary.evaluations.get((stage, mode)) for stage in summary.evaluated]
+        estimates = [e.kinds.get(kind) if e else None for e in evaluations]
         yield kind, [e.mean if e else None for e in estimates]
 
 
 def kind_figures(summary: Summary) -> Iterator[Figure]:
-    """Small multiples: the reward of each kind during RL."""
+    """One small chart per kind of problem: its reward during RL."""
     kinds = dict.fromkeys(
         name
         for stage in summary.stages
@@ -295,3 +297,75 @@ def kind_figures(summary: Summary) -> Iterator[Figure]:
             y_range=(0.0, 1.0), x_name="RL step",
         )  # fmt: skip
         yield Figure(name, "", chart)
+
+
+# --------------------------------------------------------------------------- examples
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleRollout:
+    """One trajectory as an example shows it."""
+
+    stage: str
+    correct: bool
+    answer: str | None
+    stop: str
+    tokens: int
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One held-out problem and its rollouts before and after RL."""
+
+    problem: Problem
+    before: ExampleRollout
+    after: ExampleRollout
+
+
+def choose_examples(summary: Summary) -> list[Example]:
+    """Problems that RL made correct, each of another kind, then one that is still wrong."""
+    mode = next((m for m in summary.modes if summary.first_and_last(m)), None)
+    ends = summary.first_and_last(mode) if mode else None
+    if mode is None or ends is None:
+        return []
+    first, last = ends[0].stage, ends[1].stage
+    before = dict(_by_problem(summary.path, evaluation_stage(first, mode)))
+    learnt: dict[str, Example] = {}
+    wrong: list[Example] = []
+    for problem_id, (problem, after) in _by_problem(summary.path, evaluation_stage(last, mode)):
+        if problem_id not in before:
+            continue
+        earlier = before[problem_id][1]
+        example = Example(problem, _example_rollout(first, earlier), _example_rollout(last, after))
+        if after.correct and not earlier.correct:
+            learnt.setdefault(problem.kind or problem_id, example)
+        elif not after.correct and len(wrong) < STILL_WRONG:
+            wrong.append(example)
+    return [*_varied(list(learnt.values())), *wrong]
+
+
+def _varied(examples: list[Example]) -> list[Example]:
+    """Up to LEARNT examples, half of them with a tool error before RL if there are enough."""
+    failed = [e for e in examples if any(s.failed for s in e.before.segments)]
+    others = [e for e in examples if e not in failed]
+    half = LEARNT // 2
+    chosen = failed[:half] + others[: LEARNT - min(half, len(failed))]
+    return (chosen + failed[half:])[:LEARNT]
+
+
+def _by_problem(run: Path, stage: str) -> Iterator[tuple[str, tuple[Problem, Trajectory]]]:
+    for line in read_groups(run, stage):
+        if line.group.trajectories:
+            yield line.group.problem.id, (line.group.problem, line.group.trajectories[0])
+
+
+def _example_rollout(stage: str, trajectory: Trajectory) -> ExampleRollout:
+    return ExampleRollout(
+        stage=stage,
+        correct=trajectory.correct,
+        answer=trajectory.reward.answer if trajectory.reward else None,
+        stop=trajectory.stop.value.replace("_", " "),
+        tokens=len(trajectory.completion_ids),
+        segments=tuple(segments(trajectory)),
+    )

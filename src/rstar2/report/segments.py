@@ -1,8 +1,7 @@
-"""A trajectory as a person reads it: thought, code, what came back, answer. Pure.
+"""Splits a trajectory into readable segments: thought, code, result, answer. Pure.
 
-Text is cut at the agent's tags. Code and results come from the trajectory's fields, in order, so
-what is shown as an outcome is what was recorded; a tool response that the model made up in its
-own text is shown as its thought.
+Text is split at the agent's tags. Code and results come from the trajectory's fields, in order, so
+a shown outcome is a recorded one; a tool response that the model wrote itself is shown as thought.
 """
 
 from __future__ import annotations
@@ -26,39 +25,39 @@ _MARKS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One piece: `kind` is thought, code, result or answer; `outcome` only of a result."""
+    """`kind` is thought, code, result or answer; only results have an `outcome`."""
 
     kind: str
     text: str
     outcome: str = ""
     failed: bool = False
     turn: int = 0
-    """Number of the turn that it belongs to, and for a result its number in that turn."""
+    """The number of its turn, and for a result its number in the turn."""
     result: int = 0
 
 
 def segments(trajectory: Trajectory) -> list[Segment]:
-    """The pieces of a trajectory, in order."""
+    """The segments of a trajectory, in order."""
     calls = [
         (number, call, turn.results if call is turn.calls[-1] else ())
         for number, turn in enumerate(trajectory.turns)
         for call in turn.calls
     ]
-    found: list[Segment] = []
+    parts: list[Segment] = []
     awaited = turn = 0
     for kind, text in _blocks(trajectory.text):
         if kind == "tool_call" and calls:
             turn, call, results = calls.pop(0)
-            found.append(Segment("code", call.code or call.raw or text, turn=turn))
-            found += [_result(result, turn, number) for number, result in enumerate(results)]
+            parts.append(Segment("code", call.code or call.raw or text, turn=turn))
+            parts += [_result(result, turn, number) for number, result in enumerate(results)]
             awaited += len(results)
-            turn += bool(results)  # they end it
+            turn += bool(results)  # results end the turn
         elif kind == "tool_response" and awaited:
             awaited -= 1
         elif text:
             shown = {"tool_call": "code", "answer": "answer"}.get(kind, "thought")
-            found.append(Segment(shown, text, turn=turn))
-    return found
+            parts.append(Segment(shown, text, turn=turn))
+    return parts
 
 
 def _result(result: ToolResult, turn: int, number: int) -> Segment:
@@ -69,7 +68,7 @@ def _result(result: ToolResult, turn: int, number: int) -> Segment:
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """(tag, content) in order; text outside of tags comes as reason."""
+    """(tag, content) in order; text outside of tags counts as `reason`."""
     end = 0
     for match in _BLOCK.finditer(text):
         yield "reason", _clean(text[end : match.start()])

@@ -1,4 +1,4 @@
-"""A run directory as the report needs it: stages in order, curves by stage, timings, headlines."""
+"""What a report needs of a run directory: stages in order, curves by stage, evaluations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rstar2.types import Evaluation
 
 @dataclass(frozen=True, slots=True)
 class StageCurve:
-    """The recorded steps of one stage; `offset` is how many RL steps came before it."""
+    """The recorded steps of one stage; `offset` is the number of RL steps before it."""
 
     name: str
     steps: tuple[dict[str, Any], ...]
@@ -42,7 +42,7 @@ class StageCurve:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """All that the table and the page show, but for trajectories."""
+    """All that the table and the page show, except trajectories."""
 
     path: Path
     recipe: dict[str, Any]
@@ -65,18 +65,18 @@ class Summary:
         return sorted({mode for _, mode in self.evaluations})
 
     def first_and_last(self, mode: str) -> tuple[Evaluation, Evaluation] | None:
-        """The evaluations before all RL and after all of it, if there are two."""
-        found = [e for (_, m), e in self.evaluations.items() if m == mode]
-        return (found[0], found[-1]) if len(found) > 1 else None
+        """The first and the last evaluation (before and after RL); None if there are not two."""
+        evaluations = [e for (_, m), e in self.evaluations.items() if m == mode]
+        return (evaluations[0], evaluations[-1]) if len(evaluations) > 1 else None
 
     @property
     def kinds(self) -> list[str]:
-        """All kinds of problems that were evaluated."""
+        """The kinds of the problems that were evaluated."""
         return list(dict.fromkeys(k for e in self.evaluations.values() for k in e.kinds))
 
     @property
     def busy_s(self) -> float:
-        """Seconds of work: all recorded steps and evaluations, without pauses between runs."""
+        """Seconds of all recorded steps and evaluations, without pauses between runs."""
         curves = [*self.stages, *([self.sft] if self.sft else [])]
         return sum(c.total("time/step") for c in curves) + sum(
             e.wall_s for e in self.evaluations.values()
@@ -116,7 +116,7 @@ def _in_order(
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them: 48 s, 6 min 12 s, 3 h 05 min."""
+    """Seconds as text: 48 s, 6 min 12 s, 3 h 05 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

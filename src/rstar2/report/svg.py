@@ -1,7 +1,7 @@
-"""Charts as inline SVG: no script needed to read them, no network, colours from CSS variables.
+"""Charts as inline SVG: they need no script and no network; colours come from CSS variables.
 
 `line_chart` and `dumbbell_chart` return markup that is safe to put into a page: every text is
-escaped here. A line chart carries its numbers in `data-chart`, from which page.js makes tooltips.
+escaped here. A line chart holds its numbers in `data-chart`; page.js reads them for tooltips.
 Classes `s0`..`s7` take their colour from the CSS variables `--s0`..`--s7`.
 """
 
@@ -37,8 +37,8 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """A stretch of the x axis with a name: a stage."""
+class ChartSpan:
+    """A named range of the x axis: a stage."""
 
     name: str
     start: float
@@ -66,7 +66,7 @@ def percent(value: float) -> str:
 
 
 def number(value: float) -> str:
-    """A number as short as it can be read."""
+    """A number in as few characters as are readable."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     if abs(value) >= 10_000:
@@ -113,13 +113,13 @@ def line_chart(
     series: Sequence[Series],
     *,
     title: str,
-    spans: Sequence[Span] = (),
+    spans: Sequence[ChartSpan] = (),
     y_format: Callable[[float], str] = number,
     y_range: tuple[float, float] | None = None,
     x_name: str = "step",
     log: bool = False,
 ) -> Markup:
-    """A line chart with optional bands and named stretches; an empty string without points.
+    """A line chart with optional bands and named ranges; an empty string if there are no points.
 
     `y_range` is widened by data outside it; `log` puts a positive y axis on a logarithmic scale.
     """
@@ -234,7 +234,7 @@ def _extent(
     return (0.0 if low >= 0 and low < 0.6 * high else low - room), high + room
 
 
-def _spans(spans: Sequence[Span], sx: Scale) -> Markup:
+def _spans(spans: Sequence[ChartSpan], sx: Scale) -> Markup:
     parts = []
     for index, span in enumerate(spans):
         start, end = sx(span.start), sx(span.end)

@@ -1,4 +1,4 @@
-"""The end table: what each stage brought, on the terminal."""
+"""The end table on the terminal: the evaluation after each stage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rstar2.types import Estimate, Evaluation
 
 
 def end_table(run: Path) -> Group:
-    """SFT -> stage 1 -> ... : accuracy with intervals, tool errors, lengths; then per kind."""
+    """Accuracy with intervals, tool-error rates and lengths by stage; then accuracy by kind."""
     summary = summarise(run)
     parts: list[Table | Text] = [stage_table(summary)]
     if summary.kinds:
@@ -30,7 +30,7 @@ def stage_table(summary: Summary) -> Table:
     table.add_column("after", no_wrap=True)
     for name in ("steps", *summary.modes):
         table.add_column(name, justify="right", no_wrap=True)
-    for name in ("failing calls\nin correct", "tool\nerrors", "mean\nlength", "time"):
+    for name in ("tool errors\nin correct", "tool\nerrors", "mean\nlength", "time"):
         table.add_column(name, justify="right", no_wrap=True)
     curves = (*summary.stages, *([summary.sft] if summary.sft else []))
     steps = {curve.name: curve for curve in curves}
@@ -82,7 +82,7 @@ def clock(seconds: float) -> str:
 
 
 def main_evaluation(by_mode: dict[str, Evaluation | None]) -> Evaluation:
-    """The evaluation whose tool use and lengths are shown: sampled, as the policy is trained."""
+    """The evaluation whose tool errors and lengths are shown: sampled, as in training."""
     return by_mode.get("sampled") or next(e for e in by_mode.values() if e is not None)
 
 
@@ -93,12 +93,12 @@ def accuracy(estimate: Estimate) -> Text:
 
 
 def share(value: float | None) -> str:
-    """A share as a percentage, or a dash where there was nothing to share."""
+    """A share as a percentage; a dash if it is undefined."""
     return "-" if value is None else percent(value)
 
 
 def bar(value: float, width: int = 6) -> Text:
-    """A percentage with a small bar before it."""
+    """A percentage after a small bar."""
     full = round(value * width)
     colour = "green" if value >= 0.85 else "yellow" if value >= 0.5 else "red"
     text = Text("━" * full, style=colour).append("─" * (width - full), style="bright_black")

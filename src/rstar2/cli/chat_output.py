@@ -1,4 +1,4 @@
-"""Colours a conversation while it is streamed: each part of the format has its own style."""
+"""Colours a streamed conversation: each tag of the agent's format has its own style."""
 
 from __future__ import annotations
 
@@ -14,20 +14,16 @@ TAGS = {f"<{name}>": name for name in STYLES} | {f"</{name}>": "" for name in ST
 LONGEST = max(map(len, TAGS))
 
 
-class Painter:
-    """Writes text as it comes; holds back only what may be the beginning of a tag."""
+class ColouredOutput:
+    """Writes text as it arrives; holds back only what may be the beginning of a tag."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._held = ""
         self._style = ""
 
-    def start(self, part: str = "") -> None:
-        """Begin a message, inside a part if its tag was already given (the prefilled one)."""
-        self._style = STYLES.get(part, "")
-
     def feed(self, text: str) -> None:
-        """Write what can be written of all text so far."""
+        """Add text, and write all that cannot be the beginning of a tag."""
         self._held += text
         while self._held:
             position = self._held.find("<")
@@ -49,7 +45,7 @@ class Painter:
                 self._held = self._held[1:]
 
     def end(self) -> None:
-        """Write what was held back, and end the line."""
+        """Write the text held back, and end the line."""
         self._write(self._held, self._style)
         self._held, self._style = "", ""
         self._console.print()

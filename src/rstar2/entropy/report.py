@@ -1,0 +1,205 @@
+"""An entropy analysis as Markdown tables and as entropy.html: tables, curves over training, and
+rollouts with their tokens coloured by entropy. The page is self-contained, and the template escapes
+all text of a run (autoescape).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup
+
+from rstar2.entropy.classes import CLASSES, Token
+from rstar2.entropy.table import Analysis, ClassRow, Point
+from rstar2.files import write_file
+from rstar2.report import svg
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+LEVELS = 12
+"""Levels of the heat scale: CSS classes, instead of a style per token, keep pages small."""
+NAMES = {"after_ok": "after ok", "after_error": "after error"}
+SHOWN_GRAMS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class HeatToken:
+    """One token as the page shows it."""
+
+    text: str
+    level: int
+    kind: str
+    top: bool
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class HeatMap:
+    """One trajectory with its tokens coloured by entropy."""
+
+    sample: str
+    id: str
+    prompt: str
+    correct: bool
+    turns: tuple[tuple[HeatToken, ...], ...]
+    tools: tuple[str, ...]
+    """The tool output after each turn; empty if there was none."""
+
+
+def write_page(
+    path: Path, analyses: Sequence[Analysis], course: Sequence[Point], heats: Sequence[HeatMap]
+) -> None:
+    """Write the page atomically."""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"share": share, "interval": interval, "words": class_name}
+    template = environment.from_string(_asset("rstar2.entropy", "page.html.jinja"))
+    text = template.render(
+        policy=POLICY,
+        css=Markup(_asset("rstar2.report", "page.css") + _asset("rstar2.entropy", "heat.css")),
+        analyses=analyses,
+        classes=CLASSES,
+        figures=list(figures(course)),
+        heats=heats,
+        levels=range(LEVELS),
+    )
+    write_file(path, text)
+
+
+def pieces(tokens: Sequence[Token], turns: int, scale: float) -> tuple[tuple[HeatToken, ...], ...]:
+    """The tokens of each turn, with their level on a scale from 0 to `scale` nats."""
+    out: list[list[HeatToken]] = [[] for _ in range(turns)]
+    for token in tokens:
+        level = min(LEVELS - 1, int(LEVELS * token.entropy / scale)) if scale > 0 else 0
+        title = f"{token.entropy:.3f} nats, logprob {token.logprob:.3f}, {class_name(token.kind)}"
+        out[token.turn].append(HeatToken(token.piece, level, token.kind, token.top, title))
+    return tuple(tuple(turn) for turn in out)
+
+
+def figures(course: Sequence[Point]) -> list[tuple[str, str, Markup, tuple[tuple[str, int], ...]]]:
+    """(title, note, chart, legend): how the classes change over training."""
+    if len(course) < 2:
+        return []
+    spans, xs, offset = [], [], 0
+    for stage in dict.fromkeys(point.stage for point in course):
+        steps = [point.step for point in course if point.stage == stage]
+        spans.append(svg.ChartSpan(stage, offset + 0.5, offset + steps[-1] + 0.5))
+        xs += [float(offset + step) for step in steps]
+        offset += steps[-1]
+    legend = tuple((class_name(kind), index) for index, kind in enumerate(CLASSES))
+    charts = []
+    for title, note, field, form in (
+        ("Entropy by class", "Nats per token.", "entropy", svg.number),
+        (
+            "High-entropy tokens by class",
+            "Share of the top 20% in each class.",
+            "top_share",
+            svg.percent,
+        ),
+        ("Sampled tokens by class", "Share of all sampled tokens.", "share", svg.percent),
+    ):
+        series = [
+            svg.Series(
+                class_name(kind), xs,
+                [getattr(point.analysis.row(kind), field) for point in course], index,
+            )
+            for index, kind in enumerate(CLASSES)
+        ]  # fmt: skip
+        chart = svg.line_chart(series, title=title, spans=spans, y_format=form, x_name="RL step")
+        charts.append((title, note, chart, legend))
+    return charts
+
+
+# --------------------------------------------------------------------------- tables
+
+
+def tables(analyses: Sequence[Analysis], course: Sequence[Point] = ()) -> str:
+    """All tables, one below the other."""
+    parts = [overall(analyses), classes(analyses)]
+    if course:
+        parts.append(over_training(course))
+    return "\n\n".join("\n".join(part) for part in (*parts, grams(analyses))) + "\n"
+
+
+def overall(analyses: Iterable[Analysis]) -> Iterator[str]:
+    """One row per sample."""
+    yield (
+        "| sample | rollouts | tokens | entropy | threshold of top 20% | "
+        "reconsidering words, top 20% / all |"
+    )
+    yield "|---|---|---|---|---|---|"
+    for a in analyses:
+        yield (
+            f"| {a.label} | {a.trajectories} | {a.tokens} | {a.entropy:.4f} | {a.cut:.3f} | "
+            f"{share(a.markers)} / {share(a.markers_base)} |"
+        )
+
+
+def classes(analyses: Iterable[Analysis]) -> Iterator[str]:
+    """One row per sample and class that occurs."""
+    yield (
+        "| sample | class | share of tokens | entropy (95%) | share of entropy | "
+        "share of top 20% | top 20% rate |"
+    )
+    yield "|---|---|---|---|---|---|---|"
+    for a in analyses:
+        for row in a.rows:
+            if row.tokens:
+                yield (
+                    f"| {a.label} | {class_name(row.name)} | {share(row.share)} | "
+                    f"{interval(row)} | {share(row.entropy_share)} | {share(row.top_share)} | "
+                    f"{share(row.top_rate)} |"
+                )
+
+
+def over_training(points: Iterable[Point]) -> Iterator[str]:
+    """One row per analysed step: entropy of each class, and its share of the top 20%."""
+    names = " | ".join(class_name(kind) for kind in CLASSES)
+    yield f"| step | entropy | {names} | top 20%: {names.replace(' | ', ', ')} |"
+    yield "|---|---|" + "---|" * (len(CLASSES) + 1)
+    for point in points:
+        a = point.analysis
+        values = " | ".join("–" if r.entropy is None else f"{r.entropy:.3f}" for r in a.rows)
+        tops = ", ".join(f"{100 * r.top_share:.0f}%" for r in a.rows)
+        yield f"| {point.stage} {point.step} | {a.entropy:.4f} | {values} | {tops} |"
+
+
+def grams(analyses: Iterable[Analysis], length: int = 2) -> Iterator[str]:
+    """The most frequent n-grams that begin at a high-entropy token, by class."""
+    yield f"| sample | class | most frequent {length}-grams that begin at a high-entropy token |"
+    yield "|---|---|---|"
+    for a in analyses:
+        for kind in CLASSES:
+            most = a.grams.get(kind, {}).get(length, ())[:SHOWN_GRAMS]
+            if most:
+                words = ", ".join(f"`{quoted(g.text)}` {g.count}" for g in most)
+                yield f"| {a.label} | {class_name(kind)} | {words} |"
+
+
+def class_name(kind: str) -> str:
+    return NAMES.get(kind, kind)
+
+
+def share(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f}%"
+
+
+def interval(row: ClassRow) -> str:
+    if row.entropy is None:
+        return "–"
+    if row.low is None or row.high is None:
+        return f"{row.entropy:.4f}"
+    return f"{row.entropy:.4f} ({row.low:.3f}–{row.high:.3f})"
+
+
+def quoted(text: str) -> str:
+    """An n-gram on one line, without characters that have a meaning in Markdown."""
+    return text.replace("\n", "⏎").replace("|", "¦").replace("`", "'")
+
+
+def _asset(package: str, name: str) -> str:
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
