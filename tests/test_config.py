@@ -267,15 +267,17 @@ def test_a_missing_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_model_that_is_too_short_is_refused(tmp_path: Path) -> None:
     config = (
         '{"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,'
+        ' "intermediate_size": 128,'
         ' "vocab_size": 100, "max_position_embeddings": 256}'
     )
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(RecipeError, match="256 positions"):
         check_model(tiny(f"model.path={tmp_path}"))
     (tmp_path / "config.json").write_text(config.replace("256", "4096"))
-    shape = check_model(tiny(f"model.path={tmp_path}"))
-    assert shape is not None
-    assert (shape.layers, shape.kv_width, shape.vocabulary) == (2, 2 * 4 * 16, 100)
+    size = check_model(tiny(f"model.path={tmp_path}"))
+    assert size is not None
+    assert (size.shape.layers, size.shape.kv_numbers) == (2, 2 * 2 * 4 * 16)
+    assert size.shape.vocabulary == 100
 
 
 def test_too_little_memory_is_refused_naming_the_largest_part() -> None:

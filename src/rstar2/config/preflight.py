@@ -12,13 +12,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from rstar2 import environment
 from rstar2.config.schema import Recipe
 from rstar2.errors import RecipeError, UserError
+from rstar2.model_config import (
+    CONFIG_FILE,
+    KNOWN_SHAPES,
+    ModelConfig,
+    ModelShape,
+    UndescribedModelError,
+    read_model_config,
+)
 
 EMBEDDED_TASK = "arithmetic"
 MADE_SFT = "toolformat"
@@ -28,19 +33,16 @@ _COUNT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
+class ModelSize:
     """What decides how much memory a model takes."""
 
+    shape: ModelShape
     parameters: int
-    layers: int
-    kv_width: int
-    """Numbers that one token leaves in the cache of one layer (keys and values)."""
-    hidden: int
-    vocabulary: int
+    """All of them, norms included."""
 
 
-TINY = ModelShape(parameters=600_000, layers=3, kv_width=128, hidden=128, vocabulary=768)
-SMOLLM2 = ModelShape(parameters=134_515_008, layers=30, kv_width=384, hidden=576, vocabulary=49_152)
+TINY = ModelSize(KNOWN_SHAPES["tiny"], parameters=600_000)
+SMOLLM2 = ModelSize(KNOWN_SHAPES["smollm2"], parameters=134_515_008)
 
 
 def preflight(recipe: Recipe, run: Path) -> None:
@@ -50,9 +52,9 @@ def preflight(recipe: Recipe, run: Path) -> None:
     check_port(recipe)
     for path, name in _data(recipe):
         check_data(path, name, recipe)
-    shape = check_model(recipe)
-    if shape is not None and recipe.engine.kind == "embedded":
-        check_memory(recipe, shape, environment.available_memory())
+    size = check_model(recipe)
+    if size is not None and recipe.engine.kind == "embedded":
+        check_memory(recipe, size, environment.available_memory())
 
 
 def check_supported(recipe: Recipe) -> None:
@@ -139,8 +141,8 @@ def check_data(path: str, name: str, recipe: Recipe) -> None:
 # --------------------------------------------------------------------------- model
 
 
-def check_model(recipe: Recipe) -> ModelShape | None:
-    """The model can be found and is long enough; returns its shape where that is known."""
+def check_model(recipe: Recipe) -> ModelSize | None:
+    """The model can be found and is long enough; returns its size where that is known."""
     name = recipe.model.path
     if name == "tiny":
         return TINY
@@ -154,19 +156,20 @@ def check_model(recipe: Recipe) -> ModelShape | None:
             check_hub(name)
             return None
         directory = cached
-    if not (directory / "config.json").is_file():
+    if not (directory / CONFIG_FILE).is_file():
         raise RecipeError(f"model.path = {name} holds no config.json: it is not a model directory")
     try:
-        config = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any])
-    except msgspec.MsgspecError as error:
-        raise RecipeError(f"model.path = {name}: config.json cannot be read: {error}") from None
-    longest = config.get("max_position_embeddings")
-    if isinstance(longest, int) and longest < recipe.model.max_length:
+        config = read_model_config(directory)
+    except UndescribedModelError:
+        return None  # an architecture whose sizes are unknown here: its engine checks it
+    except UserError as error:
+        raise RecipeError(f"model.path = {name}: {error}") from None
+    if config.max_length is not None and config.max_length < recipe.model.max_length:
         raise RecipeError(
             f"model.max_length = {recipe.model.max_length} is longer than the model's "
-            f"{longest} positions ({name}): shorten it"
+            f"{config.max_length} positions ({name}): shorten it"
         )
-    return _shape(directory, config)
+    return _size(config)
 
 
 def check_smollm2() -> None:
@@ -205,41 +208,33 @@ def _cached_snapshot(name: str) -> Path | None:
     """The newest snapshot of a hub model in the local cache."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    found = list((cache / f"models--{name.replace('/', '--')}").glob("snapshots/*/config.json"))
-    return max(found, key=lambda p: p.stat().st_mtime).parent if found else None
+    configs = list((cache / f"models--{name.replace('/', '--')}").glob("snapshots/*/config.json"))
+    return max(configs, key=lambda p: p.stat().st_mtime).parent if configs else None
 
 
-def _shape(directory: Path, config: dict[str, Any]) -> ModelShape | None:
-    """The shape of a model from its directory; None where the configuration does not say."""
-    try:
-        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-        layers, vocabulary = int(config["num_hidden_layers"]), int(config["vocab_size"])
-    except (KeyError, TypeError, ValueError):
-        return None
-    head = int(config.get("head_dim") or hidden // heads)
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    weight_bytes = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-    width = 4 if config.get("torch_dtype", config.get("dtype")) == "float32" else 2
-    parameters = weight_bytes // width or vocabulary * hidden + layers * 12 * hidden**2
-    return ModelShape(parameters, layers, 2 * kv_heads * head, hidden, vocabulary)
+def _size(config: ModelConfig) -> ModelSize:
+    """Counts the parameters by the bytes of the weights, or by the shape if there are none."""
+    weight_bytes = sum(file.stat().st_size for file in config.directory.glob("*.safetensors"))
+    width = 4 if config.dtype == "float32" else 2
+    return ModelSize(config.shape, weight_bytes // width or config.shape.parameters)
 
 
 # --------------------------------------------------------------------------- memory
 
 
-def memory_estimate(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
+def memory_estimate(recipe: Recipe, size: ModelSize) -> dict[str, int]:
     """Bytes by what takes them, for a run whose engines and learner live on this machine."""
     width = 4 if recipe.model.dtype == "float32" else 2
-    engine, learner = recipe.engine, recipe.learner
+    engine, learner, shape = recipe.engine, recipe.learner, size.shape
     tokens = learner.tokens_per_microbatch
     kept_per_layer = 1 if learner.activation_checkpointing else 16
     return {
-        f"weights, gradients and optimizer of {shape.parameters / 1e6:.1f}M parameters": (
-            shape.parameters * 16
+        f"weights, gradients and optimizer of {size.parameters / 1e6:.1f}M parameters": (
+            size.parameters * 16
         ),
-        f"weights of {engine.count} engine(s)": engine.count * shape.parameters * width,
+        f"weights of {engine.count} engine(s)": engine.count * size.parameters * width,
         f"engine.count x engine.kv_tokens = {engine.count} x {engine.kv_tokens}": (
-            engine.count * engine.kv_tokens * shape.layers * shape.kv_width * width
+            engine.count * engine.kv_tokens * shape.kv_numbers * width
         ),
         f"learner.tokens_per_microbatch = {tokens}": (
             tokens * (2 * shape.vocabulary + shape.layers * shape.hidden * kept_per_layer) * 4
@@ -248,15 +243,15 @@ def memory_estimate(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
     }
 
 
-def check_memory(recipe: Recipe, shape: ModelShape, available: int) -> None:
+def check_memory(recipe: Recipe, size: ModelSize, available: int) -> None:
     """What the run will need fits into what there is."""
-    parts = memory_estimate(recipe, shape)
+    parts = memory_estimate(recipe, size)
     needed = sum(parts.values())
     if needed <= available:
         return
     lines = [
-        f"  {size / 2**30:10.1f} GiB  {what}"
-        for what, size in sorted(parts.items(), key=lambda part: -part[1])
+        f"  {taken / 2**30:10.1f} GiB  {what}"
+        for what, taken in sorted(parts.items(), key=lambda part: -part[1])
     ]
     raise RecipeError(
         f"the run needs about {needed / 2**30:.1f} GiB of memory, "

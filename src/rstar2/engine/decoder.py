@@ -12,11 +12,9 @@ permuted alike, so their products do not change.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +22,8 @@ from safetensors.torch import load_file
 
 from rstar2.engine.slabs import Slab
 from rstar2.errors import UserError
+from rstar2.model_config import ModelConfig, UndescribedModelError, read_model_config
 
-Config = dict[str, Any]
 KNOWN = ("llama", "qwen2", "qwen3")
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 LEAST_ROWS = 8
@@ -33,22 +31,7 @@ LEAST_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """What the forward pass needs to know of a model's configuration."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    eps: float
-    tied: bool
-    qk_norm: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
+class LayerWeights:
     """Weights of one layer, fused: q, k and v in one matrix, gate and up in another."""
 
     input_norm: torch.Tensor
@@ -91,41 +74,28 @@ class PrefillSegment:
 Segment = DecodeSegment | PrefillSegment
 
 
-def read_config(model: Path) -> tuple[Config, Shape]:
-    """Configuration and shape of a transformers directory; UserError where we cannot run it.
-
-    Reads config.json itself: importing transformers' configuration classes takes longer than all
-    else that a worker does to start. What the file leaves out has transformers' default.
-    """
-    file = model / "config.json"
-    if not file.is_file():
-        raise UserError(f"model: {model} is not a transformers directory (it has no config.json)")
-    config: Config = json.loads(file.read_text())
-    kind = config.get("model_type")
-    if kind not in KNOWN:
-        raise UserError(
-            f"model: {model} is of type {kind!r}; the embedded engine runs {', '.join(KNOWN)}. "
-            "Use engine.kind: vllm for others."
-        )
-    if config.get("hidden_act", "silu") != "silu":
-        raise UserError(f"model: {model} has hidden_act {config['hidden_act']!r}, not silu")
-    layer_types = set(config.get("layer_types") or ())
-    if layer_types - {"full_attention"} or config.get("use_sliding_window"):
+def read_decoder_config(model: Path) -> ModelConfig:
+    """The configuration of a transformers directory; UserError where we cannot run the model."""
+    try:
+        config = read_model_config(model)
+    except UndescribedModelError as error:
+        if error.architecture in KNOWN:
+            raise
+        raise _unsupported(model, error.architecture) from error
+    if config.architecture not in KNOWN:
+        raise _unsupported(model, config.architecture)
+    if config.activation != "silu":
+        raise UserError(f"model: {model} has hidden_act {config.activation!r}, not silu")
+    if config.sliding_window:
         raise UserError(f"model: {model} has sliding-window layers, which are not supported")
-    heads = config["num_attention_heads"]
-    default_head_dim = 128 if kind == "qwen3" else config["hidden_size"] // heads
-    shape = Shape(
-        layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or default_head_dim,
-        vocabulary=config["vocab_size"],
-        eps=config.get("rms_norm_eps", 1e-6),
-        tied=config.get("tie_word_embeddings", False),
-        qk_norm=kind == "qwen3",
+    return config
+
+
+def _unsupported(model: Path, architecture: str) -> UserError:
+    return UserError(
+        f"model: {model} is of type {architecture!r}; the embedded engine runs "
+        f"{', '.join(KNOWN)}. Use engine.kind: vllm for others."
     )
-    return config | {"directory": str(model)}, shape
 
 
 def read_weights(model: Path) -> dict[str, torch.Tensor]:
@@ -139,25 +109,25 @@ def read_weights(model: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def rotary_table(config: Config, length: int, head_dim: int) -> torch.Tensor:
+def rotary_table(config: ModelConfig, length: int) -> torch.Tensor:
     """cos + i sin per (position, pair); frequencies other than the default are transformers'."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if kind in LENGTH_DEPENDENT_ROPE or partial != 1.0:
-        raise UserError(f"model: {kind!r} RoPE over {partial:.0%} of a head is not supported")
+    rope, head_dim = config.rope, config.shape.head_dim
+    if rope.kind in LENGTH_DEPENDENT_ROPE or rope.rotated_share != 1.0:
+        raise UserError(
+            f"model: {rope.kind!r} RoPE over {rope.rotated_share:.0%} of a head is not supported"
+        )
     factor = 1.0
-    if kind == "default":
-        theta: float = rope.get("rope_theta") or config.get("rope_theta") or 10_000.0
-        frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if rope.kind == "default":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        frequencies = 1.0 / rope.theta**exponents
     else:
         from transformers import AutoConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        if kind not in ROPE_INIT_FUNCTIONS:
-            raise UserError(f"model: RoPE of type {kind!r} is not known to transformers")
-        full = AutoConfig.from_pretrained(config["directory"], local_files_only=True)
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](full)
+        if rope.kind not in ROPE_INIT_FUNCTIONS:
+            raise UserError(f"model: RoPE of type {rope.kind!r} is not known to transformers")
+        full = AutoConfig.from_pretrained(config.directory, local_files_only=True)
+        frequencies, factor = ROPE_INIT_FUNCTIONS[rope.kind](full)
     angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
     return torch.complex(angles.cos() * factor, angles.sin() * factor)
 
@@ -167,18 +137,19 @@ class Decoder:
 
     def __init__(
         self,
-        config: Config,
-        shape: Shape,
+        config: ModelConfig,
         state: Mapping[str, torch.Tensor],
         *,
         max_length: int,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.shape = shape
+        shape = self.shape = config.shape
+        self._eps = config.norm_eps
+        self._qk_norm = config.architecture == "qwen3"
         self.device = device
         self.dtype = dtype
-        self._table = rotary_table(config, max_length, shape.head_dim).to(device)
+        self._table = rotary_table(config, max_length).to(device)
         self._scale = shape.head_dim**-0.5
         pairs = torch.arange(shape.head_dim).view(2, -1).t().reshape(-1)
         self._pairs = pairs.to(device)
@@ -196,7 +167,7 @@ class Decoder:
             raise UserError(f"weights: unknown tensors {sorted(take.unused)[:3]}")
         self.embedding, self.norm, self.head, self.layers = embedding, norm, head, layers
 
-    def _layer(self, take: _Taker, at: str) -> Layer:
+    def _layer(self, take: _Taker, at: str) -> LayerWeights:
         shape = self.shape
 
         def paired(name: str, heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -214,10 +185,10 @@ class Decoder:
         gate = take(f"{at}mlp.gate_proj.weight", None, shape.hidden)
         up = take(f"{at}mlp.up_proj.weight", None, shape.hidden)
         q_norm = k_norm = None
-        if shape.qk_norm:
+        if self._qk_norm:
             q_norm = take(f"{at}self_attn.q_norm.weight", shape.head_dim)[self._pairs]
             k_norm = take(f"{at}self_attn.k_norm.weight", shape.head_dim)[self._pairs]
-        return Layer(
+        return LayerWeights(
             input_norm=take(f"{at}input_layernorm.weight", shape.hidden),
             qkv=torch.cat((q, k, v)),
             qkv_bias=_cat_biases((q_bias, k_bias, v_bias)),
@@ -242,30 +213,30 @@ class Decoder:
         x = F.embedding(ids, self.embedding)
         rotation = self._table.index_select(0, positions).unsqueeze(1)
         for index, layer in enumerate(self.layers):
-            h = F.rms_norm(x, (shape.hidden,), layer.input_norm, shape.eps)
+            h = F.rms_norm(x, (shape.hidden,), layer.input_norm, self._eps)
             qkv = _linear(h, layer.qkv, layer.qkv_bias).view(x.shape[0], -1, shape.head_dim)
             self._rotate(qkv, layer, rotation)
             outs = [self._attend(index, qkv, segment) for segment in segments]
             mixed = outs[0] if len(outs) == 1 else torch.cat(outs)
             x = _residual(x, mixed, layer.out, layer.out_bias)
-            h = F.rms_norm(x, (shape.hidden,), layer.mlp_norm, shape.eps)
+            h = F.rms_norm(x, (shape.hidden,), layer.mlp_norm, self._eps)
             gate, up = _linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
             x = _residual(x, F.silu(gate).mul_(up), layer.down, layer.down_bias)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the given hidden states."""
-        h = F.rms_norm(hidden, (self.shape.hidden,), self.norm, self.shape.eps)
+        h = F.rms_norm(hidden, (self.shape.hidden,), self.norm, self._eps)
         return _linear(h, self.head, None)
 
-    def _rotate(self, qkv: torch.Tensor, layer: Layer, rotation: torch.Tensor) -> None:
+    def _rotate(self, qkv: torch.Tensor, layer: LayerWeights, rotation: torch.Tensor) -> None:
         """Apply qk-norm (where the model has it) and RoPE in place; values stay as they are."""
         shape = self.shape
         if layer.q_norm is not None and layer.k_norm is not None:
             heads, both = shape.heads, shape.heads + shape.kv_heads
             size = (shape.head_dim,)
-            qkv[:, :heads] = F.rms_norm(qkv[:, :heads], size, layer.q_norm, shape.eps)
-            qkv[:, heads:both] = F.rms_norm(qkv[:, heads:both], size, layer.k_norm, shape.eps)
+            qkv[:, :heads] = F.rms_norm(qkv[:, :heads], size, layer.q_norm, self._eps)
+            qkv[:, heads:both] = F.rms_norm(qkv[:, heads:both], size, layer.k_norm, self._eps)
         qk = qkv[:, : shape.heads + shape.kv_heads]
         pairs = qk.unflatten(-1, (-1, 2))
         if self.dtype is torch.float32:

@@ -51,17 +51,15 @@ def build(settings: Settings) -> Batcher:
     import torch
 
     from rstar2.engine.batcher import Batcher
-    from rstar2.engine.decoder import Decoder, read_config, read_weights
+    from rstar2.engine.decoder import Decoder, read_decoder_config, read_weights
 
     path = Path(settings.model)
-    config, shape = read_config(path)
+    config = read_decoder_config(path)
     cuda = torch.cuda.is_available()
     # Half precision is several times slower than float32 on CPUs without matrix units for it.
-    saved = config.get("dtype") or config.get("torch_dtype") or "float32"
-    dtype = getattr(torch, saved) if cuda else torch.float32
+    dtype = getattr(torch, config.dtype or "float32") if cuda else torch.float32
     decoder = Decoder(
         config,
-        shape,
         read_weights(path),
         max_length=settings.max_length,
         device=torch.device("cuda" if cuda else "cpu"),

@@ -7,9 +7,9 @@ No torch, no I/O besides reading a model's configuration; every number that is n
 in the data sheet of a GPU is an `Assumption` and is printed with the plan.
 """
 
+from rstar2.model_config import ModelShape, find_shape
 from rstar2.plan.estimate import Plan, make_plan
 from rstar2.plan.hardware import GPUS, Cluster, parse_cluster
-from rstar2.plan.models import ModelShape, find_shape
 from rstar2.plan.workload import Assumptions
 
 __all__ = [

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 from rstar2.config import Recipe
+from rstar2.model_config import ModelShape, find_shape
 from rstar2.plan.hardware import Cluster
-from rstar2.plan.models import ModelShape, find_shape
 from rstar2.plan.workload import (
     Assumptions,
     StageLoad,

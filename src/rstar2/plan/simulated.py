@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rstar2.config import Recipe
+from rstar2.model_config import ModelShape
 from rstar2.plan.hardware import Cluster
-from rstar2.plan.models import ModelShape
 from rstar2.plan.workload import Assumptions
 from rstar2.rollout.simulate.model import EngineModel
 from rstar2.rollout.simulate.simulation import simulate

@@ -1,0 +1,176 @@
+"""A model's shape and settings, read from the config.json of its transformers directory.
+
+The one reader of that file: the embedded engine, the checks before a run and the planner all use
+it. It does not import transformers, whose configuration classes take longer to import than an
+engine worker takes to start. A value that the file leaves out has the default of the transformers
+class of its architecture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rstar2.errors import UserError
+
+CONFIG_FILE = "config.json"
+
+
+class UndescribedModelError(UserError):
+    """A config.json without the sizes of a decoder: an architecture that names them otherwise."""
+
+    def __init__(self, message: str, architecture: str) -> None:
+        super().__init__(message)
+        self.architecture = architecture
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a decoder with grouped-query attention and a gated feed-forward network."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    tied: bool = False
+    """Whether the output layer uses the weights of the embedding."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights of all matrices; norms are left out."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        layer = attention + 3 * self.hidden * self.intermediate
+        return self.layers * layer + self.vocabulary * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def kv_numbers(self) -> int:
+        """Numbers in the KV cache for each token."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+    def attention_flops(self, context: float) -> float:
+        """Operations of attention for one token with `context` tokens before it."""
+        return 4.0 * self.layers * self.heads * self.head_dim * context
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding: its type, base, and the part of a head that it rotates."""
+
+    kind: str = "default"
+    theta: float = 10_000.0
+    rotated_share: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What rstar2 needs of a config.json."""
+
+    directory: Path
+    architecture: str
+    """`model_type` of the file, empty where it has none."""
+    shape: ModelShape
+    norm_eps: float
+    rope: RopeConfig
+    activation: str
+    sliding_window: bool
+    max_length: int | None
+    """Positions that the model was made for; None where the file does not say."""
+    dtype: str | None
+    """Type of the saved weights; None where the file does not say."""
+
+
+_QWEN = 151_936
+KNOWN_SHAPES = {
+    "qwen3-0.6b": ModelShape(1024, 28, 16, 8, 128, 3072, _QWEN, tied=True),
+    "qwen3-1.7b": ModelShape(2048, 28, 16, 8, 128, 6144, _QWEN, tied=True),
+    "qwen3-4b": ModelShape(2560, 36, 32, 8, 128, 9728, _QWEN, tied=True),
+    "qwen3-8b": ModelShape(4096, 36, 32, 8, 128, 12288, _QWEN),
+    "qwen3-14b": ModelShape(5120, 40, 40, 8, 128, 17408, _QWEN),
+    "qwen3-32b": ModelShape(5120, 64, 64, 8, 128, 25600, _QWEN),
+    "qwen2.5-7b": ModelShape(3584, 28, 28, 4, 128, 18944, 152_064),
+    "smollm2": ModelShape(576, 30, 9, 3, 64, 1536, 49_152, tied=True),
+    "tiny": ModelShape(128, 3, 4, 2, 32, 384, 768, tied=True),
+}
+"""Shapes of models that need not be on this machine."""
+
+
+def find_shape(path: str) -> ModelShape:
+    """The shape of `model.path`: from its config.json, or of a known model of that name."""
+    directory = Path(path).expanduser()
+    if (directory / CONFIG_FILE).is_file():
+        return read_model_config(directory).shape
+    name = path.rpartition("/")[2].lower()
+    matches = [known for known in KNOWN_SHAPES if name.startswith(known)]
+    if not matches:
+        raise UserError(
+            f"model.path = {path} is neither a directory with a config.json nor one of the models "
+            f"whose shape is known: {', '.join(KNOWN_SHAPES)}"
+        )
+    return KNOWN_SHAPES[max(matches, key=len)]
+
+
+def read_model_config(directory: Path) -> ModelConfig:
+    """Read a directory's config.json; UndescribedModelError where sizes are missing."""
+    file = directory / CONFIG_FILE
+    if not file.is_file():
+        raise UserError(
+            f"model: {directory} is not a transformers directory (it has no {CONFIG_FILE})"
+        )
+    try:
+        fields = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise UserError(f"model: {file} cannot be read: {error}") from error
+    layer_types = set(fields.get("layer_types") or ())
+    return ModelConfig(
+        directory=directory,
+        architecture=fields.get("model_type") or "",
+        shape=_shape(file, fields),
+        norm_eps=fields.get("rms_norm_eps", 1e-6),
+        rope=_rope(fields),
+        activation=fields.get("hidden_act", "silu"),
+        sliding_window=bool(layer_types - {"full_attention"} or fields.get("use_sliding_window")),
+        max_length=fields.get("max_position_embeddings"),
+        dtype=fields.get("dtype") or fields.get("torch_dtype"),
+    )
+
+
+def _shape(file: Path, fields: dict[str, Any]) -> ModelShape:
+    architecture = fields.get("model_type") or ""
+    try:
+        hidden, heads = int(fields["hidden_size"]), int(fields["num_attention_heads"])
+        # Qwen2Config and Qwen3Config have 32 KV heads unless the file names a number, or null for
+        # as many as heads. Qwen3Config alone does not derive head_dim from the hidden size.
+        default_kv_heads = 32 if architecture in ("qwen2", "qwen3") else heads
+        default_head_dim = 128 if architecture == "qwen3" else hidden // heads
+        return ModelShape(
+            hidden=hidden,
+            layers=int(fields["num_hidden_layers"]),
+            heads=heads,
+            kv_heads=int(fields.get("num_key_value_heads", default_kv_heads) or heads),
+            head_dim=int(fields.get("head_dim") or default_head_dim),
+            intermediate=int(fields["intermediate_size"]),
+            vocabulary=int(fields["vocab_size"]),
+            tied=bool(fields.get("tie_word_embeddings", False)),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise UndescribedModelError(
+            f"{file} does not describe a decoder: {reason}", architecture
+        ) from error
+
+
+def _rope(fields: dict[str, Any]) -> RopeConfig:
+    """From `rope_parameters`, or from `rope_scaling` and `rope_theta` of older files."""
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    share = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
+    return RopeConfig(
+        kind=rope.get("rope_type", rope.get("type", "default")),
+        theta=rope.get("rope_theta") or fields.get("rope_theta") or 10_000.0,
+        rotated_share=share,
+    )

@@ -1,0 +1,106 @@
+"""The reader of config.json agrees with the configuration classes of transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rstar2.errors import UserError
+from rstar2.model_config import (
+    KNOWN_SHAPES,
+    ModelConfig,
+    RopeConfig,
+    UndescribedModelError,
+    find_shape,
+    read_model_config,
+)
+
+SIZES = {
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 2,
+    "intermediate_size": 256,
+    "vocab_size": 100,
+}
+
+
+def read(directory: Path, architecture: str, **fields: Any) -> ModelConfig:
+    text = json.dumps({"model_type": architecture, **SIZES, **fields})
+    (directory / "config.json").write_text(text)
+    return read_model_config(directory)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"head_dim": 32, "num_key_value_heads": 4},
+        {"num_key_value_heads": None, "tie_word_embeddings": True},
+        {"rope_theta": 5e5, "rms_norm_eps": 1e-5},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ],
+    ids=["defaults", "given", "null", "old rope", "new rope"],
+)
+def test_it_reads_what_transformers_reads(
+    tmp_path: Path, architecture: str, fields: dict[str, Any]
+) -> None:
+    from transformers import AutoConfig
+
+    ours = read(tmp_path, architecture, **fields)
+    theirs = AutoConfig.from_pretrained(tmp_path, local_files_only=True)
+    head_dim = getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.shape.head_dim == head_dim
+    assert ours.shape.kv_heads == theirs.num_key_value_heads
+    assert ours.shape.tied == theirs.tie_word_embeddings
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.rope.kind == theirs.rope_parameters["rope_type"]
+
+
+def test_a_qwen3_without_head_dim_has_128_and_a_llama_derives_it(tmp_path: Path) -> None:
+    assert read(tmp_path, "qwen3").shape.head_dim == 128
+    assert read(tmp_path, "llama").shape.head_dim == 64
+    assert read(tmp_path, "llama", head_dim=32).shape.head_dim == 32
+
+
+def test_rope_in_old_and_new_form(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 4.0}
+    assert read(tmp_path, "qwen3", rope_scaling=yarn, rope_theta=1e6).rope == RopeConfig(
+        "yarn", 1e6
+    )
+    new = {"rope_type": "llama3", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
+    assert read(tmp_path, "llama", rope_parameters=new).rope == RopeConfig("llama3", 5e5, 0.5)
+    assert read(tmp_path, "llama").rope == RopeConfig()
+
+
+def test_the_rest_of_the_file(tmp_path: Path) -> None:
+    plain = read(tmp_path, "llama")
+    assert (plain.max_length, plain.dtype, plain.activation) == (None, None, "silu")
+    assert not plain.sliding_window
+    full = read(
+        tmp_path,
+        "qwen2",
+        max_position_embeddings=512,
+        torch_dtype="bfloat16",
+        layer_types=["full_attention", "sliding_attention"],
+    )
+    assert (full.max_length, full.dtype, full.sliding_window) == (512, "bfloat16", True)
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_embd": 8}')
+    with pytest.raises(UndescribedModelError, match="it has no 'hidden_size'"):
+        read_model_config(tmp_path)
+
+
+def test_known_models_are_found_by_name() -> None:
+    assert find_shape("Qwen/Qwen3-1.7B-Base") == KNOWN_SHAPES["qwen3-1.7b"]
