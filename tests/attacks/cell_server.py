@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -103,6 +104,17 @@ class Canaries:
         return damage
 
 
+def _children(parent: int) -> list[str]:
+    """The pids of a process's children."""
+    pids = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if (entry / "stat").read_text().rpartition(")")[2].split()[1] == str(parent):
+                    pids.append(entry.name)
+    return pids
+
+
 def _address(text: str) -> int:
     """The address of the characters of an ASCII string in this process."""
     return id(text) + sys.getsizeof(text) - len(text) - 1
@@ -147,6 +159,18 @@ class Server:
     async def do_close_session(self, session: str) -> Any:
         with contextlib.suppress(UserError):
             await self.executor.close_session(session)
+
+    async def do_kill_session_worker(self, **order: Any) -> Any:
+        """Run a program in a session; stop the worker when it runs, kill it once a bomb spreads."""
+        (link,) = [link for link in self.executor.workers.links if link.spec.session]
+        before = len(_children(link.pid))
+        run = asyncio.create_task(self.do_run(**order))
+        for number, more in ((signal.SIGSTOP, 1), (signal.SIGKILL, 20)):
+            async with asyncio.timeout(PATIENCE_S):
+                while len(_children(link.pid)) < before + more and not run.done():  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            os.kill(link.pid, number)
+        return await run
 
     async def do_unjailed(self, code: str) -> Any:
         """Run a program in the cell but outside the jail: shows that an attack can succeed."""
