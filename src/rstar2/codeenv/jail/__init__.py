@@ -1,1 +1,1 @@
-"""What runs as, or inside, the confined process. Imports nothing of client and server."""
+"""Code that runs as, or inside, the confined process. It imports nothing of client and server."""

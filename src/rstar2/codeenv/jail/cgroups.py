@@ -1,7 +1,7 @@
-"""Memory and pids control groups, version 1 or 2, where this process may make them.
+"""Memory and pids control groups, version 1 or 2, where this process may create them.
 
-A service owns one directory per hierarchy, named after its pid and start time; each worker gets a
-directory below it. Directories of owners that are gone are removed by the next start (`sweep`).
+A service owns one directory per hierarchy, named after its pid and start time. Each worker has a
+directory below it. The next start removes the directories of services that ended (`sweep`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PREFIX = "rstar2-codeenv-"
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """Where groups can be made: `parent` is writable and has the controllers."""
+    """A place where groups can be created: `parent` is writable and has the controllers."""
 
     version: int
     controllers: tuple[str, ...]
@@ -43,7 +43,7 @@ class ControlGroup:
 
 
 def owner_name(pid: int | None = None) -> str:
-    """Directory name that says which process owns it; pid reuse is told apart by start time."""
+    """A directory name that identifies its owner by pid and start time, as pids are reused."""
     pid = pid or os.getpid()
     return f"{_PREFIX}{pid}-{_start_time(pid)}"
 
@@ -56,7 +56,7 @@ def _start_time(pid: int) -> str:
 
 
 def owner_alive(name: str) -> bool:
-    """Does the owner named by a directory of ours still run? Foreign names count as alive."""
+    """Whether the owner of a directory still runs; names of other programs count as alive."""
     pid, _, started = name.removeprefix(_PREFIX).partition("-")
     if not name.startswith(_PREFIX) or not pid.isdigit():
         return True
@@ -64,13 +64,13 @@ def owner_alive(name: str) -> bool:
 
 
 def hierarchies() -> list[Hierarchy]:
-    """Hierarchies with memory or pids in which this process can make groups; may be empty."""
-    found: list[Hierarchy] = []
+    """The hierarchies with memory or pids in which this process can create groups."""
+    usable: list[Hierarchy] = []
     try:
         mounts = Path("/proc/self/mountinfo").read_text().splitlines()
         own = _own_paths()
     except OSError:
-        return found
+        return usable
     for line in mounts:
         left, _, right = line.partition(" - ")
         fields, (kind, _, options) = left.split(), [*right.split(), "", "", ""][:3]
@@ -79,16 +79,16 @@ def hierarchies() -> list[Hierarchy]:
             for controller in {"memory", "pids"} & set(options.split(",")):
                 parent = _usable(mount_point, root, own.get(controller, "/"), (), 1)
                 if parent:
-                    found.append(Hierarchy(1, (controller,), parent))
+                    usable.append(Hierarchy(1, (controller,), parent))
         elif kind == "cgroup2":
             parent = _usable(mount_point, root, own.get("", "/"), ("memory", "pids"), 2)
             if parent:
-                found.append(Hierarchy(2, ("memory", "pids"), parent))
-    return found
+                usable.append(Hierarchy(2, ("memory", "pids"), parent))
+    return usable
 
 
 def _own_paths() -> dict[str, str]:
-    """Controller -> path of this process; the unified hierarchy has the empty name."""
+    """Path of this process by controller; the unified hierarchy has the empty name."""
     paths: dict[str, str] = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -100,7 +100,7 @@ def _own_paths() -> dict[str, str]:
 def _usable(
     mount_point: str, root: str, own: str, controllers: tuple[str, ...], version: int
 ) -> str | None:
-    """The first of own group and hierarchy root in which a group with the controllers works."""
+    """This process's group or the root, whichever first allows a group with the controllers."""
     relative = os.path.relpath(own, root) if own.startswith(root) else "."
     for parent in dict.fromkeys(
         (os.path.normpath(os.path.join(mount_point, relative)), mount_point)
@@ -122,7 +122,7 @@ def _usable(
 
 
 def _has_controllers(parent: str, trial: Path, controllers: tuple[str, ...]) -> bool:
-    """Version 2: controllers must be handed down; a group that holds processes cannot do so."""
+    """Version 2: enable the controllers for children; a group with processes cannot do this."""
     if not set(controllers) <= set(Path(parent, "cgroup.controllers").read_text().split()):
         return False
     given = set(Path(trial, "cgroup.controllers").read_text().split())
@@ -133,11 +133,11 @@ def _has_controllers(parent: str, trial: Path, controllers: tuple[str, ...]) -> 
 
 
 class ControlGroupTree:
-    """The groups of one service; makes one per worker and leaves none behind."""
+    """The groups of one service: one per worker, all removed at the end."""
 
-    def __init__(self, found: list[Hierarchy]) -> None:
+    def __init__(self, usable: list[Hierarchy]) -> None:
         self._roots: list[tuple[Hierarchy, Path]] = []
-        for hierarchy in found:
+        for hierarchy in usable:
             sweep(hierarchy.parent)
             root = Path(hierarchy.parent, owner_name())
             root.mkdir(exist_ok=True)
@@ -151,7 +151,7 @@ class ControlGroupTree:
         return tuple(str(root) for _, root in self._roots)
 
     def make(self, name: str, memory_mb: int, processes: int) -> ControlGroup:
-        """A fresh group with limits set and read back."""
+        """Create a group with these limits."""
         memory = pids = None
         version = 1
         for hierarchy, root in self._roots:
@@ -167,12 +167,12 @@ class ControlGroupTree:
         return ControlGroup(version, memory, pids)
 
     def remove(self, group: ControlGroup) -> None:
-        """Remove the directories of a worker that is gone."""
+        """Remove the directories of a worker that has ended."""
         for directory in group.directories:
             remove(directory)
 
     def close(self) -> None:
-        """Remove everything this service made; processes left in a group are killed."""
+        """Remove all groups of this service; processes left in a group are killed."""
         for _, root in self._roots:
             _remove_tree(root)
         self._roots = []
@@ -181,7 +181,7 @@ class ControlGroupTree:
 def _limit_memory(directory: Path, version: int, limit: int) -> None:
     if version == 2:
         (directory / "memory.max").write_text(str(limit))
-        with contextlib.suppress(OSError):  # no swap accounting: memory.max alone counts then
+        with contextlib.suppress(OSError):  # no swap accounting: only memory.max limits then
             (directory / "memory.swap.max").write_text("0")
         return
     (directory / "memory.limit_in_bytes").write_text(str(limit))
@@ -190,16 +190,16 @@ def _limit_memory(directory: Path, version: int, limit: int) -> None:
 
 
 def join(group: ControlGroup, pid: int) -> None:
-    """Move a process into its groups and check that it is there."""
+    """Move a process into its groups and check that it has arrived."""
     for directory in group.directories:
         procs = Path(directory, "cgroup.procs")
         procs.write_text(str(pid))
         if str(pid) not in procs.read_text().split():
-            raise OSError(f"{procs}: process {pid} did not arrive")
+            raise OSError(f"{procs}: process {pid} was not added to the control group")
 
 
 def oom_kills(group: ControlGroup) -> int:
-    """How often the kernel killed a process of this group for memory."""
+    """How often the kernel killed a process of this group because of memory."""
     if not group.memory:
         return 0
     name = "memory.events" if group.version == 2 else "memory.oom_control"
@@ -212,7 +212,7 @@ def oom_kills(group: ControlGroup) -> int:
 
 
 def sweep(parent: str) -> None:
-    """Remove groups below `parent` whose owners are gone."""
+    """Remove groups below `parent` whose owners have ended."""
     with contextlib.suppress(OSError):
         for entry in Path(parent).glob(f"{_PREFIX}*-*"):
             if not owner_alive(entry.name):
@@ -220,7 +220,7 @@ def sweep(parent: str) -> None:
 
 
 def remove(directory: str) -> None:
-    """Remove one group, killing what still runs inside."""
+    """Remove one group; processes inside are killed."""
     _remove(Path(directory))
 
 
@@ -232,7 +232,7 @@ def _remove_tree(root: Path) -> None:
 
 
 def _remove(directory: Path, patience_s: float = 2.0) -> None:
-    """rmdir, killing what still runs inside; gives up after `patience_s`."""
+    """Kill the processes inside and remove the directory; gives up after `patience_s`."""
     end = time.monotonic() + patience_s
     while directory.exists():
         try:
@@ -241,7 +241,7 @@ def _remove(directory: Path, patience_s: float = 2.0) -> None:
         except OSError:
             with contextlib.suppress(OSError, ValueError):
                 for pid in (directory / "cgroup.procs").read_text().split():
-                    if int(pid) > 0:  # 0 stands for a process in a foreign PID namespace
+                    if int(pid) > 0:  # 0 is a process in another PID namespace
                         os.kill(int(pid), signal.SIGKILL)
             if time.monotonic() > end:
                 return

@@ -1,32 +1,32 @@
-"""The jail of a worker: entered once, inherited by every call that is forked from it.
+"""The jail of a worker. The worker enters it once; every call inherits it by fork.
 
-strict    Own mount, PID, network, IPC, UTS and cgroup namespaces (and a user namespace unless the
-          service is root, which then gives the worker an unprivileged uid of its own). The root is
-          an empty read-only tmpfs into which the interpreter, its packages and the system's
-          libraries are bound read-only; no /proc, no /sys, six harmless device nodes. Scratch is a
-          tmpfs capped in bytes and inodes. No capabilities, no_new_privs, seccomp allow list,
-          Landlock, rlimits, memory and pids cgroups where they can be had. What a call leaves
-          running dies with a sweep of the PID namespace.
-portable  No namespaces: seccomp allow list, Landlock (needed: without it the level is refused),
-          rlimits, no capabilities, cgroups where they can be had. Calls cannot start processes
-          (threads yes), so nothing outlives them, and can signal only themselves. Scratch is a
-          private directory; its size is watched from outside every few hundredths of a second.
+strict    Separate mount, PID, network, IPC, UTS and cgroup namespaces (and a user namespace, unless
+          the service is root and gives the worker its own unprivileged uid). The root is an empty
+          read-only tmpfs into which the interpreter, its packages and the system's libraries are
+          bound read-only; no /proc, no /sys, five harmless device nodes. Scratch is a tmpfs with
+          limits on bytes and inodes. No capabilities, no_new_privs, a seccomp allow list, Landlock,
+          rlimits, and memory and pids control groups where available. After each call every process
+          left in the PID namespace is killed.
+portable  No namespaces: a seccomp allow list, Landlock (required), rlimits, no capabilities, and
+          control groups where available. Calls can start threads but no processes, so nothing
+          outlives them, and can signal only themselves. Scratch is a private directory whose size
+          is checked from outside about 30 times per second.
 
-Both: calls may start processes only where a PID namespace sweeps them *and* a memory and a pids
-cgroup hold them together; elsewhere memory would be limited per process only.
+In both levels calls may start processes only with a PID namespace *and* memory and pids control
+groups; without them memory would be limited per process only.
 
-What the levels do not stop
+Limitations
 - The kernel is shared. A kernel bug reachable through the allowed system calls, or a leak through
-  the CPU's caches, breaks both. Against stronger adversaries put the whole service into a VM.
-- A program can lie about itself: it can print what it likes and exit 0.
-- Load: a call may use a core until its CPU or wall limit; memory bandwidth and caches are shared.
+  the CPU's caches, breaks both levels. Against stronger adversaries run the service in a VM.
+- A program can lie about itself: it can print anything and exit with 0.
+- A call may use a core until its CPU or wall limit; memory bandwidth and caches are shared.
 - The interpreter, its packages and (strict) /usr/lib, /usr/bin are readable: keep no secrets there.
-- portable: file names and metadata outside the allowed paths can be probed by `stat` (not content);
-  scratch can overshoot its limit by what is written between two looks; host name, kernel version
-  and uid are visible; the thread limit is shared with the service's user where no pids cgroup is;
-  started by root with an interpreter that only root can read, calls keep uid 0, without any
-  capability and held by Landlock alone (rather start the service as an ordinary user).
-- Time, CPU model and the machine's load are visible to both.
+- portable: `stat` reveals file names and metadata outside the allowed paths (not content); scratch
+  can exceed its limit between two checks; host name, kernel version and uid are visible; without a
+  pids control group the thread limit is shared with the service's user; if root starts the service
+  with an interpreter that only root can read, calls keep uid 0 without capabilities, confined by
+  Landlock alone (start the service as an ordinary user instead).
+- Time, CPU model and the machine's load are visible in both levels.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ import contextlib
 import ctypes
 import os
 import resource
+import signal
 import struct
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,24 +61,24 @@ SCRATCH_INSIDE = "/tmp"
 
 @dataclass(frozen=True, slots=True)
 class JailSpec:
-    """All that a worker's jail depends on; workers with equal specs are interchangeable."""
+    """Everything that a worker's jail depends on."""
 
     level: str
     name: str
     runtime: str
-    """Private directory of the service on the host: mount point (strict), scratch (portable)."""
+    """The service's private directory: mount point (strict) or parent of scratch (portable)."""
     memory_mb: int
     processes: int
     scratch_mb: int
     uid: int | None
-    """Unprivileged uid for the worker when the service is root."""
+    """Unprivileged uid of the worker if the service is root."""
     group: cgroups.ControlGroup
     session: bool = False
-    """A worker for the sessions of one family instead of plain calls."""
+    """The worker serves a session and its branches instead of plain calls."""
 
     @property
     def forks(self) -> bool:
-        """May calls start processes? See the module docstring."""
+        """Whether calls may start processes; see the module docstring."""
         return self.level == "strict" and self.group.complete
 
     @property
@@ -85,7 +87,7 @@ class JailSpec:
 
 
 def prctl(option: int, *arguments: int) -> int:
-    """prctl with an OSError on failure."""
+    """Call prctl; raises OSError on failure."""
     longs = [ctypes.c_ulong(a) for a in (*arguments, 0, 0, 0, 0)[:4]]
     return syscalls.checked(syscalls.libc.prctl(option, *longs), f"prctl({option})")
 
@@ -94,18 +96,18 @@ _bare_fork = getattr(syscalls.libc, "_Fork", None) or syscalls.libc.fork
 
 
 def fork() -> int:
-    """Fork without Python's after-fork hooks: a millisecond cheaper with a warm interpreter."""
+    """Fork without Python's fork hooks, which cost a millisecond in a warm interpreter."""
     pid: int = _bare_fork()
     return pid if pid >= 0 else syscalls.checked(pid, "fork")
 
 
 def readable_paths() -> list[str]:
-    """Interpreter, packages and system libraries: what jailed code may read on the host."""
+    """The host paths that jailed code may read: interpreter, packages and system libraries."""
     package = str(Path(__file__).resolve().parents[2])
     wanted = [sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix, package]
     paths: list[str] = []
     for path in (*wanted, *_SYSTEM):
-        path = os.path.abspath(path)  # not resolved: symlinks are kept as spelled
+        path = os.path.abspath(path)  # symbolic links are not resolved
         for spelled in (path, os.path.realpath(path)):
             if spelled != "/" and os.path.lexists(spelled) and spelled not in paths:
                 paths.append(spelled)
@@ -113,7 +115,7 @@ def readable_paths() -> list[str]:
 
 
 def unshare_namespaces(spec: JailSpec) -> None:
-    """Leave the host's namespaces; the next fork is PID 1 of the new PID namespace."""
+    """Leave the host's namespaces; the next child is PID 1 of the new PID namespace."""
     flags = NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS | NEWCGROUP
     uid, gid = os.geteuid(), os.getegid()
     if uid == 0:
@@ -126,7 +128,7 @@ def unshare_namespaces(spec: JailSpec) -> None:
 
 
 def enter(spec: JailSpec) -> None:
-    """Confine the calling process for good. In strict it must be PID 1 of its namespace."""
+    """Confine the calling process irrevocably. In strict it must be PID 1 of its namespace."""
     os.umask(0o022)
     if spec.level == "strict":
         _build_root(spec)
@@ -142,12 +144,28 @@ def enter(spec: JailSpec) -> None:
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
     landlock.restrict(readable, writable, _DEVICES, signals=True)
     _drop_capabilities()
-    die_with_parent()  # not earlier: a change of uid would clear it
+    die_with_parent()  # last, because a change of uid clears it
     seccomp.base_filter(strict=spec.level == "strict").install()
 
 
+def kill_children(children: Callable[[], set[int]], keep: set[int]) -> None:
+    """Kill and reap every child of this process except `keep`, including those that appear now.
+
+    A process with a pending SIGKILL cannot fork, and one that is not reaped still counts towards
+    the process limit. So a fork bomb ends when a listing shows only processes that were killed.
+    """
+    killed: set[int] = set()
+    while others := children() - keep:
+        for pid in others - killed:
+            os.kill(pid, signal.SIGKILL)
+        if others <= killed:
+            for pid in others:
+                os.waitpid(pid, 0)
+        killed = others
+
+
 def die_with_parent() -> None:
-    """SIGKILL for this process as soon as the process that forked it is gone."""
+    """Send SIGKILL to this process when its parent ends."""
     prctl(_PR_SET_PDEATHSIG, 9)
 
 
@@ -163,7 +181,7 @@ def _mount(source: str, target: str, kind: str | None, flags: int, data: str = "
 
 
 def _set_attributes(path: str, attributes: int) -> None:
-    """Mount attributes on everything mounted at and below `path` (RDONLY 1, NOSUID 2, NODEV 4)."""
+    """Set attributes of all mounts at and below `path` (RDONLY 1, NOSUID 2, NODEV 4)."""
     structure = struct.pack("QQQQ", attributes, 0, 0, 0)
     recursive = ctypes.c_uint(0x8000)
     try:
@@ -177,7 +195,7 @@ def _set_attributes(path: str, attributes: int) -> None:
 
 
 def _build_root(spec: JailSpec) -> None:
-    """Assemble the read-only root in a tmpfs on the runtime directory and pivot into it."""
+    """Build the read-only root in a tmpfs on the runtime directory and pivot into it."""
     root = spec.runtime
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     _mount("rstar2", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,nr_inodes=4k,mode=755")
@@ -199,7 +217,7 @@ def _build_root(spec: JailSpec) -> None:
     _mount(
         "scratch", f"{root}/tmp", "tmpfs", flags, f"size={spec.scratch_mb}m,nr_inodes=2k,{owner}"
     )
-    for path in in_scratch:  # an interpreter below /tmp: shown inside scratch, read-only as well
+    for path in in_scratch:  # an interpreter below /tmp appears inside scratch, read-only
         _bind(path, root)
     _mount("shm", f"{root}/dev/shm", "tmpfs", flags | _MS_NOEXEC, f"size=8m,nr_inodes=256,{owner}")
     os.chdir(root)
@@ -207,16 +225,16 @@ def _build_root(spec: JailSpec) -> None:
     syscalls.checked(syscalls.libc.umount2(b".", 2), "umount2(old root)")
     os.chdir("/")
     _mount("none", "/", None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
-    with contextlib.suppress(OSError):  # the host's name is no secret worth refusing to start
+    with contextlib.suppress(OSError):  # a visible host name is no reason to refuse
         name = b"jail"
         syscalls.checked(syscalls.libc.sethostname(name, len(name)), "sethostname")
 
 
 def _bind(path: str, root: str) -> None:
-    """Show a host path read-only at the same place in the new root."""
+    """Bind a host path read-only at the same place in the new root."""
     target = Path(root, path[1:])
     if target.exists() or target.is_symlink():
-        return  # inside something that is bound already
+        return  # part of a path that is already bound
     target.parent.mkdir(parents=True, exist_ok=True)
     if os.path.islink(path):
         target.symlink_to(os.readlink(path))
@@ -233,7 +251,7 @@ def _bind(path: str, root: str) -> None:
 
 
 def _limit_worker() -> None:
-    """Limits that are the same for the worker and all its calls; hard, so never raised again."""
+    """Set hard limits that the worker and all its calls share."""
     limits = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_NOFILE: 256,
@@ -250,7 +268,7 @@ def _limit_worker() -> None:
 
 
 def _become(uid: int | None) -> None:
-    """As root: give up root for good. Otherwise the uid is unprivileged already."""
+    """Give up root irrevocably; None means that the process is already unprivileged."""
     if uid is None:
         return
     os.setgroups([])
@@ -259,12 +277,12 @@ def _become(uid: int | None) -> None:
 
 
 def _drop_bounding_set() -> None:
-    """No capability may come back through exec; needs the privileges that are dropped next."""
+    """Prevent exec from restoring capabilities; needs privileges that are dropped next."""
     for capability in range(64):
         try:
             prctl(_PR_CAPBSET_DROP, capability)
         except OSError:
-            break  # EINVAL: no such capability; EPERM: none was there to drop
+            break  # EINVAL: no such capability; EPERM: there was none to drop
 
 
 def _drop_capabilities() -> None:

@@ -17,7 +17,7 @@ HELLO = b"rstar2 worker\n"
 
 RUN, VERIFY, SESSION_OPEN, SESSION_RUN, SESSION_BRANCH, SESSION_CLOSE = range(6)
 EXITED, WALL, CPU, OUTPUT, SCRATCH, NO_SESSION, PROCESSES = range(7)
-"""Why the worker ended a call; EXITED: it ended by itself, see the wait status."""
+"""Why a call ended. EXITED means that the program ended by itself; see the wait status."""
 
 
 REQUEST = struct.Struct("<QIIIIIIIIdd")
@@ -25,7 +25,7 @@ REPLY = struct.Struct("<QiIIIIIddd")
 
 
 class WorkerRequest(NamedTuple):
-    """Header of a call. Sizes are in bytes; `name` is a session."""
+    """Header of a call. `name` (of a session), `code` and `stdin` are lengths in bytes."""
 
     seq: int
     kind: int
@@ -44,7 +44,7 @@ class WorkerRequest(NamedTuple):
 
 
 class WorkerReply(NamedTuple):
-    """Header of an answer. `status` is a wait status; `retire`: replace me after this."""
+    """Header of an answer. `status` is a wait status; `retire` asks the server for a new worker."""
 
     seq: int
     status: int
@@ -66,7 +66,7 @@ class WorkerReply(NamedTuple):
 
 
 def output_cap(output_chars: int) -> int:
-    """Bytes of one stream after which a call is killed: far beyond what is shown of it."""
+    """Bytes of one stream after which a call is killed; far more than the result shows."""
     return max(1 << 20, 16 * output_chars)
 
 
@@ -75,7 +75,7 @@ VALUE, NOTHING, EXCEPTION, SYNTAX, EXIT, MEMORY, JSON, REFUSED = b"VNESXMJR"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a child said at its end. `cut` counts characters that it left out of `text`."""
+    """What a program's process reported at its end. `cut` counts characters left out of `text`."""
 
     kind: int
     message: str = ""
@@ -91,7 +91,7 @@ class Record:
 
     @classmethod
     def parse(cls, data: bytes) -> Record | None:
-        """Read a record; None where the bytes are not one."""
+        """Read a record; None if the bytes are not a record."""
         if len(data) < cls._layout.size:
             return None
         kind, length, cut = cls._layout.unpack_from(data)

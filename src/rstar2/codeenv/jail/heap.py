@@ -35,7 +35,7 @@ class _ArenaAllocator(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class HeapReport:
-    """How much of the warm heap lies in huge pages."""
+    """How much of the warm heap is in huge pages."""
 
     contiguous: bool
     heap_mb: float
@@ -43,60 +43,60 @@ class HeapReport:
 
 
 class WarmHeap:
-    """Gathers allocations between construction and `settle` into one heap."""
+    """Directs allocations between construction and `settle` into one heap."""
 
     def __init__(self, reserve_mb: int = 64) -> None:
         self._original: _ArenaAllocator | None = None
         self.contiguous = False
-        self._plugs: list[list[object]] = []
+        self._fillers: list[list[object]] = []
         if not hasattr(_libc, "mallopt"):
             return
         _libc.mallopt(_M_ARENA_MAX, 1)
         _libc.mallopt(_M_MMAP_THRESHOLD, 1 << 25)
         _libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
         _libc.mallopt(_M_TOP_PAD, reserve_mb << 20)
-        self._lead_arenas()
+        self._redirect_arenas()
 
-    def _lead_arenas(self) -> None:
-        """Arenas from aligned_alloc instead of mmap; they are still freed by unmapping."""
+    def _redirect_arenas(self) -> None:
+        """Take arenas from aligned_alloc instead of mmap; they are still freed by unmapping."""
         api = ctypes.pythonapi
         aligned = ctypes.cast(_libc.aligned_alloc, ctypes.c_void_p).value
         if aligned is None:
             return
         original = _ArenaAllocator()
         api.PyObject_GetArenaAllocator(ctypes.byref(original))
-        # aligned_alloc(alignment, size) has the shape of alloc(ctx, size): ctx is the alignment
-        led = _ArenaAllocator(4096, aligned, original.free)
-        api.PyObject_SetArenaAllocator(ctypes.byref(led))
+        # aligned_alloc(alignment, size) fits alloc(ctx, size): ctx is the alignment
+        redirected = _ArenaAllocator(4096, aligned, original.free)
+        api.PyObject_SetArenaAllocator(ctypes.byref(redirected))
         self._original = original
         self.contiguous = True
 
-    def plug(self) -> None:
-        """Fill the holes that the warm-up left in Python's pools.
+    def fill_holes(self) -> None:
+        """Fill the free blocks that the warm-up left in Python's pools.
 
-        What the worker and its calls allocate later then comes from fresh memory, and not from a
-        hole here and a hole there: each would split a huge page, in the worker for good.
+        Later allocations of the worker and its calls then use new memory. A write into a free block
+        would split a huge page.
         """
         for size, holes in _holes().items():
             if size >= 48:
-                self._plugs.append([bytes(size - 33) for _ in range(holes)])
+                self._fillers.append([bytes(size - 33) for _ in range(holes)])
             elif size == 32:
-                self._plugs.append([float("0.5") for _ in range(holes)])
+                self._fillers.append([float("0.5") for _ in range(holes)])
             else:
-                self._plugs.append([object() for _ in range(holes)])
+                self._fillers.append([object() for _ in range(holes)])
 
     def settle(self) -> HeapReport:
-        """Back to the usual allocators for what calls allocate; collapse what is there."""
-        self.plug()
-        self.stop_leading()
+        """Restore the usual allocators for later calls and collapse the heap."""
+        self.fill_holes()
+        self.stop_redirecting()
         collapse()
         return self.report()
 
-    def stop_leading(self) -> None:
-        """Back to the usual allocators.
+    def stop_redirecting(self) -> None:
+        """Restore the usual allocators.
 
-        Deep recursion must not happen before this: Python takes the chunks of its frame stack from
-        the arena allocator too, and each chunk given back by unmapping leaves a hole in the heap.
+        No deep recursion may happen before this: Python also takes its frame stack from the arena
+        allocator, and each part that it unmaps leaves a hole in the heap.
         """
         if self._original is None:
             return
@@ -106,7 +106,7 @@ class WarmHeap:
         self._original = None
 
     def report(self) -> HeapReport:
-        """Read the figures from the kernel; zeros where /proc is not to be had."""
+        """Read the sizes from the kernel; zeros without /proc."""
         heap = huge = 0
         try:
             lines = Path("/proc/self/smaps").read_text().splitlines()
@@ -125,7 +125,7 @@ _HOLES = re.compile(r"^\s*\d+\s+(\d+)\s+\d+\s+\d+\s+(\d+)\s*$", re.MULTILINE)
 
 
 def _holes() -> dict[int, int]:
-    """Free blocks in Python's pools by size, as CPython itself reports them on standard error."""
+    """Free blocks in Python's pools by size, from the report that CPython writes to stderr."""
     if not hasattr(sys, "_debugmallocstats"):
         return {}
     kept = os.dup(2)
@@ -143,14 +143,14 @@ def _holes() -> dict[int, int]:
 
 
 _pages: list[int] = []
-"""Addresses of the huge pages that the warm heap can be made of."""
+"""Addresses of the huge pages of the warm heap."""
 
 
 def collapse() -> None:
-    """Turn the large anonymous mappings into huge pages, where the kernel can.
+    """Turn the large anonymous mappings into huge pages, where the kernel supports it.
 
-    Asked for one by one: a single call over everything would stop at the first hole. Calls after
-    the first only repair what writing has split since.
+    Each page is requested separately: a single call would stop at the first hole. Calls after the
+    first only restore pages that writes have split.
     """
     candidates = _pages or _candidates()
     done = [page for page in candidates if _advise(page, _MADV_COLLAPSE)]
@@ -166,17 +166,17 @@ def _advise(page: int, advice: int) -> bool:
 
 
 def _candidates() -> list[int]:
-    """Huge pages that lie whole in a writable private anonymous mapping."""
-    found: list[int] = []
+    """Addresses of huge pages that lie entirely in a writable private anonymous mapping."""
+    pages: list[int] = []
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
-        return found
+        return pages
     for line in lines:
         fields = line.split(maxsplit=5)
         name = fields[5] if len(fields) > 5 else ""
         if fields[1] != "rw-p" or (name and name != "[heap]"):
             continue
         start, end = (int(part, 16) for part in fields[0].split("-"))
-        found.extend(range(-(-start // _HUGE) * _HUGE, end // _HUGE * _HUGE, _HUGE))
-    return found
+        pages.extend(range(-(-start // _HUGE) * _HUGE, end // _HUGE * _HUGE, _HUGE))
+    return pages

@@ -1,8 +1,8 @@
-"""Landlock: which files a worker and its calls may touch, whatever their permissions say.
+"""Landlock: the files that a worker and its calls may access, independent of file permissions.
 
-A ruleset denies every handled right and allows again below the given paths. What the running
-kernel's ABI does not know is left out; `Rules.abi` says what was enforced. Landlock does not cover
-stat, chdir, chmod and the like: seccomp or the mount namespace answer for those.
+A ruleset denies every handled right and allows some below the given paths. Rights that the running
+kernel does not know are left out; `restrict` returns the ABI that was enforced. Landlock does not
+cover stat, chdir, chmod and similar calls: seccomp and the mount namespace restrict those.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TCP = 3
 
 
 def abi() -> int:
-    """Landlock's ABI version in this kernel; 0 where it is missing, off or filtered."""
+    """Landlock's ABI version in this kernel; 0 if it is missing, disabled or filtered."""
     try:
         return syscalls.call("landlock_create_ruleset", None, ctypes.c_size_t(0), 1)
     except OSError:
@@ -52,9 +52,9 @@ def _handled(version: int) -> int:
 def restrict(
     readable: Iterable[str], writable: Iterable[str], devices: Iterable[str], signals: bool
 ) -> int:
-    """Confine this thread and its children for good; returns the ABI that was enforced.
+    """Confine this thread and its children irrevocably; returns the ABI that was enforced.
 
-    `signals` scopes signals to the new domain as well (ABI 6 and later).
+    `signals` also restricts signals to the new domain (ABI 6 and later).
     """
     version = abi()
     if version == 0:

@@ -1,8 +1,8 @@
-"""What runs inside a call's process: untrusted code, and the record of how it ended.
+"""Runs a program inside the process of its call and writes the record of how it ended.
 
-Nothing here is trusted by the outside: the record says only what the program may say of itself.
-The functions bind what they need early, so that a program that patches modules hurts itself at
-most; if anything fails here, the process ends without a record and the wait status speaks.
+The outside trusts nothing here: the record contains only what a program may claim about itself. A
+program that patches modules can only harm itself. If this code fails, the process ends without a
+record and the wait status decides the outcome.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_CHAIN = 4
 
 
 class CountingRaw(io.FileIO):
-    """File that remembers whether anything was written."""
+    """A file that records whether anything was written."""
 
     wrote = False
 
@@ -40,7 +40,7 @@ class CountingRaw(io.FileIO):
 
 
 def prepare_streams() -> None:
-    """Standard streams of all calls to come, on descriptors 0 to 2; made once, inherited."""
+    """Create the standard streams on descriptors 0 to 2 once; all calls inherit them."""
 
     def text(raw: io.RawIOBase, mode: str) -> io.TextIOWrapper:
         buffer: Any = io.BufferedReader(raw) if mode == "r" else io.BufferedWriter(raw)
@@ -66,7 +66,7 @@ def fresh_main() -> dict[str, Any]:
 
 
 def reseed() -> None:
-    """Independent random numbers for every call, though all are forked from one process."""
+    """Give every call independent random numbers, although all are forked from one process."""
     generator: Any = random._inst
     _random.Random.seed(generator, int.from_bytes(os.urandom(32), "little"))  # in C: few pages
     generator.gauss_next = None
@@ -76,7 +76,7 @@ def reseed() -> None:
 
 
 def execute(source: str, namespace: dict[str, Any], limit: int) -> Record:
-    """Run a program; its last expression becomes the value if nothing was printed."""
+    """Run a program. Its last expression is the value if it printed nothing."""
     linecache.cache[FILENAME] = (lambda: source,)
     try:
         program, expression = _compile(source)
@@ -94,15 +94,15 @@ def execute(source: str, namespace: dict[str, Any], limit: int) -> Record:
         return _clipped(frames.VALUE, "", repr(value), limit)
     except SystemExit as error:
         return _exit(error)
-    except BaseException as error:  # noqa: BLE001 - whatever a program raises is its result
+    except BaseException as error:  # noqa: BLE001 - any exception of a program is its result
         return describe(error, source, limit)
 
 
 def _compile(source: str) -> tuple[types.CodeType, types.CodeType | None]:
-    """The program and, apart from it, its last expression, if its value could be shown.
+    """Compile the program and, separately, its last expression if that may have a value to show.
 
-    A program that ends with a line `print(...)`, as most do, has no such value; the detour over a
-    syntax tree in Python objects, which costs more than the rest of a short call, is saved then.
+    Most programs end with a line `print(...)` and have no such value. They skip the syntax tree in
+    Python objects, which costs more than the rest of a short call.
     """
     ending = source.rstrip()
     if ending[ending.rfind("\n") + 1 :].startswith("print("):
@@ -116,7 +116,7 @@ def _compile(source: str) -> tuple[types.CodeType, types.CodeType | None]:
 
 
 def _pending() -> bool:
-    """Something printed that has not left the buffers yet?"""
+    """Flush standard output; True if the program has printed anything."""
     stream = sys.__stdout__
     try:
         if stream is not None:
@@ -127,7 +127,7 @@ def _pending() -> bool:
 
 
 def _clipped(kind: int, message: str, text: str, limit: int) -> Record:
-    """Keep both ends of a text that is far too long already here; the pool cuts exactly."""
+    """Keep only both ends of a text that is far too long; the server truncates it exactly."""
     keep = 2 * limit + 1000
     if len(text) > 2 * keep:
         cut = len(text) - 2 * keep
@@ -171,7 +171,7 @@ def _syntax_error(error: SyntaxError, source: str) -> Record:
 
 
 def describe(error: BaseException, source: str, limit: int) -> Record:
-    """An exception as Python prints it, trimmed to the program's own lines."""
+    """An exception as Python prints it, reduced to the program's own lines."""
     kind = frames.MEMORY if isinstance(error, MemoryError) else frames.EXCEPTION
     lines = source.splitlines()
     parts: list[str] = []
@@ -224,20 +224,20 @@ def _one(error: BaseException, lines: list[str]) -> str:
 
 
 def finish(record: Record, result_fd: int) -> None:
-    """End as an interpreter would (threads, exit functions, flush), then hand in the record.
+    """End as an interpreter would (join threads, run exit hooks, flush), then write the record.
 
-    A program that ended well and has no value to show says nothing: its exit status is enough.
+    A program that succeeded without a value writes no record: its exit status is enough.
     """
     if len(threading._active) > 1:  # type: ignore[attr-defined]
         _at_exit(threading._shutdown)  # type: ignore[attr-defined]
     _at_exit(atexit._run_exitfuncs)
     flush()
     if record.kind != frames.NOTHING:
-        hand_in(record, result_fd)
+        write_record(record, result_fd)
 
 
 def flush() -> None:
-    """Everything printed leaves the process."""
+    """Flush everything that the program printed."""
     _at_exit(_flush, sys.__stdout__)
     _at_exit(_flush, sys.__stderr__)
     for stream, original in ((sys.stdout, sys.__stdout__), (sys.stderr, sys.__stderr__)):
@@ -246,22 +246,23 @@ def flush() -> None:
 
 
 def _flush(stream: Any) -> None:
-    """As an interpreter does at its end: what is closed or gone has nothing left to say."""
+    """Flush a stream as an interpreter does at exit; a missing or closed stream is skipped."""
     if stream is not None and not getattr(stream, "closed", False):
         stream.flush()
 
 
-def hand_in(record: Record, result_fd: int) -> None:
-    """Write the record where the worker reads it."""
+def write_record(record: Record, result_fd: int) -> None:
+    """Write the record to the pipe that the worker reads."""
     data = memoryview(record.pack())
     while data:
         data = data[os.write(result_fd, data) :]
 
 
 def _at_exit(function: Any, *args: Any) -> None:
-    """Closing rites of a program that ended already: what they raise is told, and changes nothing.
+    """Run one exit hook. The result is already decided: an exception is written to stderr and
+    otherwise ignored.
 
-    The program's own hooks may raise anything, and may have closed standard error.
+    Hooks of the program may raise anything and may have closed standard error.
     """
     try:
         function(*args)
@@ -273,7 +274,7 @@ def _at_exit(function: Any, *args: Any) -> None:
 
 
 def run_program(source: str, namespace: dict[str, Any], limit: int, result_fd: int) -> int:
-    """The whole life of a plain call after its process is set up; returns the exit code."""
+    """Run a plain call in a process that is set up; returns its exit code."""
     gc.enable()
     reseed()
     record = execute(source, namespace, limit)

@@ -1,12 +1,12 @@
-"""Which system calls jailed code may make: an allow list, compiled to a BPF filter in Python.
+"""The system calls that jailed code may make: an allow list, compiled to a BPF filter in Python.
 
-Everything that is not named is refused with ENOSYS (a program sees "not implemented" and can go
-on); calls with a foreign architecture or the x32 ABI kill the process. Some calls are allowed for
-some arguments only: `clone` never makes namespaces, `socket` makes Unix sockets at most, `prctl`
-touches names only, `prlimit64` acts on the caller itself.
+Other calls fail with ENOSYS ("not implemented"), which programs can handle; calls of another
+architecture or the x32 ABI kill the process. Some calls are allowed for some arguments only:
+`clone` creates no namespaces, `socket` only Unix sockets, `prctl` changes only names, `prlimit64`
+acts only on the caller.
 
-`base_filter` is installed once per worker. `call_filter` is added per call where there is no PID
-namespace or no cgroup: no new processes, and signals to oneself only.
+`base_filter` is installed once per worker. A `CallFilter` is added per call if there is no PID
+namespace or no control group: no new processes, and signals only to the process itself.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ vfork
 )
 _UNIX_SOCKETS = words("bind listen accept accept4 connect")
 _METADATA = words("chmod fchmod fchmodat fchmodat2 utime utimes utimensat futimesat truncate")
-"""Landlock does not cover these (truncate: before ABI 3), so without a mount namespace they would
-reach foreign files."""
+"""Landlock does not cover these (truncate: before ABI 3). Without a mount namespace they would
+change files of the host."""
 
 
 class BpfProgram:
-    """A BPF program under construction; `BpfProgram.install` puts it on the calling thread."""
+    """A BPF program that can be installed as a filter of the calling thread."""
 
     def __init__(self, code: bytes) -> None:
         self.code = code
@@ -70,7 +70,7 @@ class BpfProgram:
         self._fprog = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(self._buffer))
 
     def install(self) -> None:
-        """Add the filter to this thread; needs no_new_privs. SECCOMP_SET_MODE_FILTER is 1."""
+        """Install on this thread, which needs no_new_privs. SECCOMP_SET_MODE_FILTER is 1."""
         syscalls.call("seccomp", 1, 0, self._fprog)
 
 
@@ -87,7 +87,7 @@ def _argument(index: int, high: bool = False) -> bytes:
 
 
 def _prologue(machine: str) -> bytes:
-    """Check the architecture, refuse x32, leave the call number in the accumulator."""
+    """Check the architecture, refuse x32, load the call number into the accumulator."""
     code = _op(_LD, _ARCH) + _op(_JEQ, syscalls.AUDIT_ARCH[machine], 1, 0) + _op(_RET, _KILL)
     code += _op(_LD, _NR)
     if machine == "x86_64":
@@ -109,7 +109,7 @@ def _only_if_equal(index: int, allowed: tuple[int, ...], error: int) -> bytes:
 
 
 def base_filter(strict: bool, machine: str = syscalls.MACHINE) -> BpfProgram:
-    """The allow list of a worker. `strict`: namespaces keep foreign files and processes away."""
+    """The allow list of a worker. In `strict`, namespaces hide other files and processes."""
     nr = syscalls.numbers(machine)
     code = _prologue(machine)
     plain = [*_ALWAYS, *(_UNIX_SOCKETS + _METADATA if strict else ())]
@@ -136,10 +136,10 @@ def base_filter(strict: bool, machine: str = syscalls.MACHINE) -> BpfProgram:
 
 
 class CallFilter:
-    """The per-call filter: no new processes; without a PID namespace, signals to oneself only.
+    """The per-call filter: no new processes; without a PID namespace, signals only to itself.
 
-    In a session (installed once, inherited by its clones) a process may clone itself as a sibling:
-    every clone is then a child of the worker, which knows and kills them all.
+    A session process may clone itself as a sibling: every clone is then a child of the worker,
+    which can kill them all. Its filter is installed once and inherited by the clones.
     """
 
     def __init__(self, level: str, session: bool = False, machine: str = syscalls.MACHINE) -> None:
@@ -164,7 +164,7 @@ class CallFilter:
         self._code = bytearray(code + _op(_RET, _ALLOW))
 
     def install(self, pid: int) -> None:
-        """Put the filter on the calling thread for the process `pid`, which is the caller."""
+        """Install the filter on the calling thread; `pid` is the calling process."""
         for offset in self._pid_offsets:
             struct.pack_into("I", self._code, offset, pid)
         BpfProgram(bytes(self._code)).install()

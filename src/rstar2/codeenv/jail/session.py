@@ -1,14 +1,14 @@
-"""Sessions inside a worker: a head process per session holds the interpreter's state.
+"""Sessions inside a worker: one process per session holds the interpreter's state.
 
-Per call the head clones itself. The clone runs the program; if that goes well it becomes the new
-head and the old one is killed; if not, the clone is gone and the old head still holds the state
-from before the call. A branch is a clone that runs nothing.
+For each call the session process clones itself. The clone runs the program. On success the clone
+becomes the session process and the old one is killed; on failure the clone ends and the old process
+still holds the state from before the call. A branch is a clone that runs nothing.
 
-    worker --code, pipes, new socket--> head --clone(CLONE_PARENT)--> clone: runs, then is the head
+    worker --code, pipes, new socket--> session process --clone(CLONE_PARENT)--> clone
 
-Heads hold untrusted state, so the worker believes nothing they say: the clone's pid comes from the
-kernel (credentials on its socket), its end from wait4, because CLONE_PARENT makes every clone a
-child of the worker. After each call everything in the worker but the heads is killed.
+Session processes hold untrusted state, so the worker trusts nothing they send: the kernel provides
+the clone's pid (credentials on its socket), and wait4 its end, because CLONE_PARENT makes every
+clone a child of the worker. After each call every other process in the worker is killed.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ from rstar2.codeenv.jail import confine, frames, runner, seccomp, syscalls
 from rstar2.codeenv.jail.frames import WorkerReply, WorkerRequest
 from rstar2.codeenv.jail.worker import RESULT_FD, JailWorker, RunningCall, cpu_time, spool
 
-_CLONE_PARENT = seccomp.CLONE_PARENT
-_HEAD_FD = 4
+_SESSION_FD = 4
 _CREDENTIALS = struct.Struct("iii")
 _ORDER = struct.Struct("<cI")
 _DONE = struct.Struct("<cq")
 _WINDOW = 20_000
-"""Numbers to kill blindly when a program holds every process that the worker may have."""
+"""Range of pids to kill when a program uses up every process that the worker may have."""
 
 
 class SessionProcess:
-    """The process that holds a session's state, as the worker knows it."""
+    """The process that holds a session's state, as the worker sees it."""
 
     def __init__(self, pid: int, sock: socket.socket) -> None:
         self.pid = pid
@@ -49,10 +48,12 @@ class SessionWorker(JailWorker):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.heads: dict[bytes, SessionProcess] = {}
+        self.processes: dict[bytes, SessionProcess] = {}
+        """By session name."""
         self.filter = None if self.spec.forks else seccomp.CallFilter(self.spec.level, session=True)
         self.listing = _open_listing(self.spec)
         self.lost = False
+        """A program could not be killed completely; the server must replace this worker."""
 
     def answer(self, request: WorkerRequest) -> None:
         name = bytes(self.body.view[: request.name])
@@ -63,10 +64,10 @@ class SessionWorker(JailWorker):
         elif request.kind == frames.SESSION_BRANCH:
             self._call(request, name, b"B")
         else:
-            head = self.heads.pop(name, None)
-            if head is not None:
-                head.sock.close()
-            self._sweep_all_but_heads()
+            process = self.processes.pop(name, None)
+            if process is not None:
+                process.sock.close()
+            self._kill_all_but_sessions()
             self._short_reply(request, frames.EXITED)
 
     def _short_reply(self, request: WorkerRequest, cause: int) -> None:
@@ -78,42 +79,42 @@ class SessionWorker(JailWorker):
         ours, theirs = _pair()
         pid = confine.fork()
         if pid == 0:
-            self._become_head(request, theirs)
+            self._become_session_process(request, theirs)
         theirs.close()
-        self.heads[name] = SessionProcess(pid, ours)
+        self.processes[name] = SessionProcess(pid, ours)
         self._short_reply(request, frames.EXITED)
 
     def _call(self, request: WorkerRequest, name: bytes, order: bytes) -> None:
-        """Have the head clone itself, watch the clone, keep it or the old head."""
-        head = self.heads.get(name)
-        if head is None:
+        """Let the session process clone itself, watch the clone, and keep one of the two."""
+        process = self.processes.get(name)
+        if process is None:
             self._short_reply(request, frames.NO_SESSION)
             return
         call = RunningCall(request)
         ours, theirs = _pair()
-        if not self._hand_over(call, head, theirs, order):
+        if not self._hand_over(call, process, theirs, order):
             ours.close()
             call.close()
-            self.heads.pop(name)
-            self._sweep_all_but_heads()
+            self.processes.pop(name)
+            self._kill_all_but_sessions()
             self._short_reply(request, frames.NO_SESSION)
             return
-        peak_kb = self._follow(call, ours, commit_on_hello=order == b"B")
+        peak_kb = self._follow(call, ours, is_branch=order == b"B")
         status, usage = 0, None
         if peak_kb is None:
             ours.close()
             status, usage = self._collect(call)
         elif order == b"B":
             start = request.name
-            self.heads[bytes(self.body.view[start : start + request.code])] = SessionProcess(
+            self.processes[bytes(self.body.view[start : start + request.code])] = SessionProcess(
                 call.pid, ours
             )
         else:
-            self.heads[name] = SessionProcess(call.pid, ours)
-            head.sock.close()
+            self.processes[name] = SessionProcess(call.pid, ours)
+            process.sock.close()
         spent = cpu_time(call.pid) if usage is None else usage.ru_utime + usage.ru_stime
         peak = (peak_kb or 0) if usage is None else usage.ru_maxrss
-        self._sweep_all_but_heads()
+        self._kill_all_but_sessions()
         self._drain(call)
         call.close()
         out, err, record = self.streams
@@ -133,9 +134,9 @@ class SessionWorker(JailWorker):
         )
 
     def _hand_over(
-        self, call: RunningCall, head: SessionProcess, theirs: socket.socket, order: bytes
+        self, call: RunningCall, process: SessionProcess, theirs: socket.socket, order: bytes
     ) -> bool:
-        """Send the head its order and the clone's descriptors; False if the head is gone."""
+        """Send the session process its order and the clone's descriptors; False if it has ended."""
         request = call.request
         view = self.body.view
         start = request.name + request.code
@@ -144,7 +145,7 @@ class SessionWorker(JailWorker):
         writers = call.writers
         message = _ORDER.pack(order, request.output_chars)
         try:
-            socket.send_fds(head.sock, [message], [*spools, *writers, theirs.fileno()])
+            socket.send_fds(process.sock, [message], [*spools, *writers, theirs.fileno()])
         except OSError:
             return False
         finally:
@@ -155,8 +156,8 @@ class SessionWorker(JailWorker):
             os.set_blocking(reader, False)
         return True
 
-    def _follow(self, call: RunningCall, ours: socket.socket, commit_on_hello: bool) -> int | None:
-        """Wait for the clone to say that it is done: its peak memory, or None if it failed."""
+    def _follow(self, call: RunningCall, ours: socket.socket, is_branch: bool) -> int | None:
+        """Wait until the clone reports success; returns its peak memory, or None if it failed."""
         while self.watch(call, ours.fileno()):
             try:
                 data, ancillary, _, _ = ours.recvmsg(64, socket.CMSG_SPACE(_CREDENTIALS.size))
@@ -166,7 +167,7 @@ class SessionWorker(JailWorker):
                 return None
             if call.pid == 0:
                 call.adopt(_sender(ancillary))
-                if commit_on_hello:
+                if is_branch:
                     return 0
             elif len(data) == _DONE.size and data[:1] == b"D":
                 return int(_DONE.unpack(data)[1])
@@ -174,18 +175,18 @@ class SessionWorker(JailWorker):
                 return None
         return None
 
-    def _next_look(self, call: RunningCall) -> float | None:
-        """Also see to it that a program without a pids cgroup does not clone itself."""
-        left = super()._next_look(call)
+    def _check_limits(self, call: RunningCall) -> float | None:
+        """Also kill a program that clones itself where no pids control group limits it."""
+        left = super()._check_limits(call)
         if left is None or self.spec.forks or self.spec.level == "strict":
             return left
-        if len(self._listed()) > len(self.heads) + 1:
+        if len(self._listed()) > len(self.processes) + 1:
             call.kill(frames.PROCESSES)
             return None
         return left
 
     def _collect(self, call: RunningCall) -> tuple[int, resource.struct_rusage | None]:
-        """The wait status of a clone that failed; it is killed first."""
+        """Kill a clone that failed; returns its wait status and usage."""
         if call.pid == 0:
             return int(signal.SIGKILL), None
         call.kill_quietly()
@@ -195,30 +196,27 @@ class SessionWorker(JailWorker):
             return int(signal.SIGKILL), None
         return status, usage
 
-    def _sweep_all_but_heads(self) -> None:
-        """Kill and reap everything in this worker except the heads."""
-        keep = {head.pid for head in self.heads.values()}
+    def _kill_all_but_sessions(self) -> None:
+        """Kill and reap everything in this worker except the session processes."""
+        keep = {process.pid for process in self.processes.values()}
         if self.listing < 0:
             self.lost = not self._sweep_by_number(keep)
             return
-        while others := self._listed() - keep:
-            for pid in others:
-                _kill(pid)
-            self._reap()
-            time.sleep(0.0005)
+        confine.kill_children(self._listed, keep)
+        self._reap()
 
     def _listed(self) -> set[int]:
         return {int(pid) for pid in os.pread(self.listing, 1 << 20, 0).split()}
 
     def _sweep_by_number(self, keep: set[int]) -> bool:
-        """Kill every number of the namespace until no new process has appeared between two looks.
+        """Kill every pid of the namespace until no process has appeared between two passes.
 
-        False if a program used up all processes or numbers: that costs it its session.
+        False if a program used up all processes or pids: its session is then lost.
         """
         newest, full = 1, 0
         while full < 3:
             latest = _newest_pid()
-            if latest is None:  # no process can be made: something still makes them
+            if latest is None:  # fork fails: a program still holds all processes
                 full += 1
                 bound = newest + _WINDOW
             elif latest < newest:
@@ -235,7 +233,7 @@ class SessionWorker(JailWorker):
         return False
 
     def _reap(self) -> None:
-        heads = {head.pid: name for name, head in self.heads.items()}
+        sessions = {process.pid: name for name, process in self.processes.items()}
         while True:
             try:
                 pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -243,28 +241,28 @@ class SessionWorker(JailWorker):
                 return
             if pid == 0:
                 return
-            if pid in heads:
-                self.heads.pop(heads[pid]).sock.close()
+            if pid in sessions:
+                self.processes.pop(sessions[pid]).sock.close()
 
-    # ------------------------------------------------------------------ head side (untrusted)
+    # ------------------------------------------------------------------ session side (untrusted)
 
-    def _become_head(self, request: WorkerRequest, sock: socket.socket) -> NoReturn:
+    def _become_session_process(self, request: WorkerRequest, sock: socket.socket) -> NoReturn:
         try:
-            os.dup2(sock.fileno(), _HEAD_FD)
-            os.closerange(_HEAD_FD + 1, 256)
+            os.dup2(sock.fileno(), _SESSION_FD)
+            os.closerange(_SESSION_FD + 1, 256)
             self.body.drop()
-            self.confine(request)  # for good: clones inherit these limits and cannot raise them
+            self.confine(request)  # clones inherit these limits and cannot raise them
             gc.enable()
             runner.reseed()
-            head_loop(socket.socket(fileno=_HEAD_FD), self.spec.level)
+            session_loop(socket.socket(fileno=_SESSION_FD), self.spec.level)
         finally:
             os._exit(121)
 
 
 def _open_listing(spec: confine.JailSpec) -> int:
-    """Without a PID namespace: the worker's children, listed anew at each read; else -1.
+    """Without a PID namespace, a file that lists the worker's children at each read; else -1.
 
-    Opened before the jail shuts. Every process there is a child of the worker (CLONE_PARENT).
+    It must be opened before the jail is entered. CLONE_PARENT makes every clone such a child.
     """
     if spec.level == "strict":
         return -1
@@ -275,7 +273,7 @@ def _open_listing(spec: confine.JailSpec) -> int:
 
 
 def _newest_pid() -> int | None:
-    """The highest number given out in this namespace so far; None if no process can be made."""
+    """The newest pid of this namespace; None if no process can be created."""
     try:
         pid = confine.fork()
     except OSError:
@@ -309,8 +307,8 @@ def _sender(ancillary: list[tuple[int, int, bytes]]) -> int:
     return 0
 
 
-def head_loop(sock: socket.socket, level: str) -> NoReturn:
-    """Clone per order; in the clone run the program and go on as the head if it went well."""
+def session_loop(sock: socket.socket, level: str) -> NoReturn:
+    """Clone for each order. The clone runs the program and, on success, continues this loop."""
     namespace = runner.fresh_main()
     while True:
         data, descriptors, _, _ = socket.recv_fds(sock, 64, 8)
@@ -324,18 +322,18 @@ def head_loop(sock: socket.socket, level: str) -> NoReturn:
         if level != "strict":
             confine.die_with_parent()
         sock.close()
-        sock = socket.socket(fileno=os.dup2(descriptors[5], _HEAD_FD, inheritable=False))
+        sock = socket.socket(fileno=os.dup2(descriptors[5], _SESSION_FD, inheritable=False))
         sock.send(b"H")
         if order == b"R":
             _run_in_clone(descriptors, namespace, limit, sock)
         else:
-            os.closerange(_HEAD_FD + 1, 256)
+            os.closerange(_SESSION_FD + 1, 256)
 
 
 def _run_in_clone(
     descriptors: list[int], namespace: dict[str, Any], limit: int, sock: socket.socket
 ) -> None:
-    """Run one program of a session; returns only if it succeeded."""
+    """Run one program of a session; returns only on success."""
     with open(descriptors[0], "rb", closefd=False) as file:
         source = file.read().decode("utf-8", "replace")
     for target, descriptor in enumerate(descriptors[1:5]):
@@ -349,7 +347,7 @@ def _run_in_clone(
         runner.finish(record, RESULT_FD)
         os._exit(1)
     runner.flush()
-    runner.hand_in(record, RESULT_FD)
+    runner.write_record(record, RESULT_FD)
     null = os.open("/dev/null", os.O_RDWR)
     for target in range(4):
         os.dup2(null, target)
@@ -358,12 +356,17 @@ def _run_in_clone(
 
 
 def _clone() -> int:
-    """Fork a child of our parent, with Python's own hooks around it: state is arbitrary here."""
+    """Fork a sibling with Python's fork hooks: the program's state may depend on them."""
     api = ctypes.pythonapi
     api.PyOS_BeforeFork()
     number = syscalls.numbers()["clone"]
     pid: int = syscalls.libc.syscall(
-        ctypes.c_long(number), ctypes.c_ulong(_CLONE_PARENT | int(signal.SIGCHLD)), 0, 0, 0, 0
+        ctypes.c_long(number),
+        ctypes.c_ulong(seccomp.CLONE_PARENT | int(signal.SIGCHLD)),
+        0,
+        0,
+        0,
+        0,
     )
     if pid == 0:
         api.PyOS_AfterFork_Child()

@@ -1,7 +1,7 @@
 """System call numbers by name for x86_64 and aarch64, and raw calls through ctypes.
 
-Pure Python: nothing is compiled, so the jail works wherever the interpreter does. `call` keeps
-the GIL (PyDLL), which is what makes forking through it safe in a single-threaded process.
+Pure Python: nothing is compiled, so the jail works wherever the interpreter does. `call` keeps the
+GIL (PyDLL), which makes it safe to fork through it in a single-threaded process.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ libc = ctypes.PyDLL(None, use_errno=True)
 
 
 def words(text: str) -> list[str]:
-    """The words of a table that is easier to read as text."""
+    """Split a table that is easier to read as text."""
     return text.split()
 
 
 def numbers(machine: str = MACHINE) -> dict[str, int]:
-    """Name -> number on `machine`; names that the machine does not have are left out."""
+    """System call numbers by name on `machine`, without those that it lacks."""
     if machine not in _COLUMN:
         raise IsolationError(
-            f"no system call table for machine {machine!r}: the jail knows {sorted(_COLUMN)}"
+            f"no system call table for machine {machine!r}; supported: {sorted(_COLUMN)}"
         )
     rows = (entry.split(":") for entry in _TABLE.split())
     column = _COLUMN[machine]
@@ -87,7 +87,7 @@ def call(name: str, *arguments: object) -> int:
 
 
 def checked(result: int, what: str) -> int:
-    """Turn a -1 of libc into an OSError that says what was attempted."""
+    """Turn a -1 of libc into an OSError that names the call."""
     if result == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")

@@ -1,8 +1,8 @@
-"""Trusted functions that the pool runs for its callers, under the same deadlines as programs.
+"""Trusted functions that the server runs for its callers, under the same deadlines as programs.
 
 `FUNCTIONS` maps a public name to "module:function". A function takes keyword arguments and returns
-something that JSON can carry. It runs in a fresh child of a warm worker without any untrusted code
-in it, so that an endless simplification can be killed.
+a JSON value. It runs in a new child of a warm worker that contains no untrusted code, so that an
+endless simplification can be killed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def resolve(target: str) -> Callable[..., Any]:
 
 
 def preload(functions: Mapping[str, str]) -> dict[str, str]:
-    """Import what can be imported; returns name -> error for the rest."""
+    """Import the functions; returns the errors of those that cannot be imported, by name."""
     missing: dict[str, str] = {}
     for name, target in functions.items():
         try:
@@ -44,7 +44,7 @@ def preload(functions: Mapping[str, str]) -> dict[str, str]:
 
 
 def run(functions: Mapping[str, str], body: bytes, result_fd: int) -> NoReturn:
-    """In the child: call the function and hand in what it returned. Never returns."""
+    """In the child: call the function and write its result. Never returns."""
     record = _call(functions, body)
     runner.finish(record, result_fd)
     os._exit(0)
@@ -67,9 +67,9 @@ def _call(functions: Mapping[str, str], body: bytes) -> Record:
     except TypeError as error:
         return Record(frames.REFUSED, f"{name}: {error}", "bad_arguments")
     except ValueError:
-        pass  # a builtin without a signature: the call itself will tell
+        pass  # a builtin without a signature: the call itself reports wrong arguments
     try:
         value = function(**arguments)
         return Record(frames.JSON, text=json.dumps(value))
-    except Exception as error:  # noqa: BLE001 - whatever a grader raises is reported by name
+    except Exception as error:  # noqa: BLE001 - any exception of a grader is reported
         return Record(frames.REFUSED, runner.headline(error), "exception")

@@ -1,18 +1,17 @@
-"""What a zygote has done before its first call: imports and small representative computations.
+"""The warm-up of a zygote: imports and small representative computations.
 
-The computations touch the code paths that calls use most (solving, simplifying, linear algebra,
-printing, failing), so that a forked child finds caches filled and pages in place; none of them is a
-program that a benchmark runs. Flavours keep rarely used weight out of the common path, because
-every mapping makes each fork slower:
+The computations run the code that calls use most (solving, simplifying, linear algebra, printing,
+failing), so that a forked child finds its caches filled and its pages in place. No benchmark
+measures these programs. Zygotes come in flavours, because every mapping makes each fork slower:
 
     plain    the usual standard library
     numpy    plain + NumPy
     base     numpy + SymPy and mpmath
     scipy    base + SciPy and NumPy's random numbers
-    verify   base + the trusted functions of verify.FUNCTIONS, no program ever runs there
+    verify   base + the trusted functions of verify.FUNCTIONS; it runs no programs
 
-A program goes to the lightest flavour that has what it mentions. One that hides an import (by a
-computed name) still finds the module, and pays for importing it.
+A program runs in the lightest flavour that has the modules it mentions. A program that hides an
+import (by a computed name) can still import the module, only more slowly.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import contextlib
 import importlib
 import io
 
+from rstar2.codeenv.jail import runner
 from rstar2.codeenv.jail.syscalls import words
 
 FLAVOURS = ("plain", "numpy", "base", "scipy", "verify")
@@ -83,7 +83,7 @@ _PROGRAMS = {
 
 
 def _layers(flavour: str) -> list[str]:
-    """A flavour and what it is built on, lightest first."""
+    """A flavour and those that it is built on, lightest first."""
     layers = [flavour]
     while layers[0] in _BUILT_ON:
         layers.insert(0, _BUILT_ON[layers[0]])
@@ -102,9 +102,7 @@ def import_modules(flavour: str) -> list[str]:
 
 
 def run_programs(flavour: str, rounds: int = 2) -> None:
-    """Run the representative programs in this process, their output thrown away."""
-    from rstar2.codeenv.jail import runner
-
+    """Run the representative programs in this process and discard their output."""
     programs = [program for layer in _layers(flavour) for program in _PROGRAMS[layer]]
     for _ in range(rounds):
         for program in programs:

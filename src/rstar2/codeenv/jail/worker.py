@@ -1,15 +1,15 @@
-"""A worker: the warm, jailed process that forks a child per call and watches it from outside.
+"""A worker: the warm, jailed process that forks a child per call and supervises it from outside.
 
-It is PID 1 of its namespace (strict), so calls cannot signal it; in portable seccomp keeps their
-signals from it. It never parses what a child sends and never keeps what a call brought: code,
-input and output live in private buffers that are dropped after each call, so that the next child,
-a copy of this process, finds nothing of its predecessors.
+In strict it is PID 1 of its namespace, so calls cannot signal it; in portable seccomp blocks their
+signals. It never parses what a child sends. Code, input and output are held in private buffers that
+are dropped after each call: the next child is a copy of this process and must not find the data of
+earlier calls.
 
-    pool --WorkerRequest--> worker --fork--> child (stdin, stdout, stderr, record on 0 to 3)
-    pool <--WorkerReply---  worker <-pipes + wait status-
+    server --WorkerRequest--> worker --fork--> child (stdin, stdout, stderr, record on 0 to 3)
+    server <--WorkerReply---- worker <--pipes, wait status-- child
 
-Invariants: one call at a time; after a call nothing of it runs (strict: the whole PID namespace is
-swept); a reply is sent exactly once per request; end of file from the pool ends the worker.
+Invariants: one call at a time; no process of a call runs after it (strict: all processes of the PID
+namespace are killed); one reply per request; end of file from the server ends the worker.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ from rstar2.codeenv.jail.frames import WorkerReply, WorkerRequest
 RESULT_FD = 3
 _FIRST_FD = 4
 _EAGER_MS = 5
-"""Small outputs fit into the pipe: for this long only the end of the child wakes the worker."""
+"""Most calls are shorter than this. Until then only the end of the child wakes the worker, because
+small outputs fit into the pipe."""
 _SHARED_COUNT = 1024
-"""Slack where RLIMIT_NPROC counts other processes of the same uid too; a pids cgroup is exact."""
-_LOOK_S = 0.03
-"""How often scratch (portable) and CPU time are looked at."""
+"""Slack where RLIMIT_NPROC also counts other processes of the same uid; a pids cgroup is exact."""
+_SCRATCH_CHECK_S = 0.03
+"""Interval between two checks of scratch space (portable)."""
 
 
 class Buffer:
-    """Private memory outside the heap; `drop` gives the pages back, so nothing is left to read."""
+    """Private memory outside the heap; `drop` returns the pages, so that no data remains."""
 
     def __init__(self, size: int) -> None:
         self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -54,7 +55,7 @@ class Buffer:
             self.used = 0
 
     def fill(self, descriptor: int, cap: int) -> bool:
-        """Read what is there, at most up to `cap` bytes in all; False at end of file."""
+        """Read the available data, up to `cap` bytes in total; False at end of file."""
         try:
             count = os.readv(descriptor, [self.view[self.used : cap + 1]])
         except BlockingIOError:
@@ -64,7 +65,7 @@ class Buffer:
 
 
 class RunningCall:
-    """One child and the pipes to it, as seen by the worker."""
+    """The child of one call and the pipes to it, as the worker sees them."""
 
     __slots__ = ("cause", "deadline", "pid", "pidfd", "readers", "request", "started", "writers")
 
@@ -80,22 +81,22 @@ class RunningCall:
         self.deadline = self.started + request.wall_s
 
     def adopt(self, pid: int) -> None:
-        """Remember the child by its pid and a handle."""
+        """Remember the child by its pid and a pidfd."""
         self.pid = pid
         try:
             self.pidfd = os.pidfd_open(pid)
         except OSError:
-            self.pidfd = -1  # it is gone already: then its end tells the rest
+            self.pidfd = -1  # it has ended already: its wait status is the result
 
     def parent_side(self) -> None:
-        """Keep the reading ends only. They never block: somebody may still hold a writing end."""
+        """Keep the reading ends only, non-blocking: other processes may hold a writing end."""
         for writer in self.writers:
             os.close(writer)
         for reader in self.readers:
             os.set_blocking(reader, False)
 
     def child_side(self) -> None:
-        """Standard output, error and record on 1 to 3; every other descriptor closed."""
+        """Put standard output, error and record on 1 to 3 and close every other descriptor."""
         out, err, record = self.writers
         os.dup2(out, 1)
         os.dup2(err, 2)
@@ -120,7 +121,7 @@ class RunningCall:
 
 
 class JailWorker:
-    """Serves one socket until it closes."""
+    """Serves the requests of one socket until the server closes it."""
 
     def __init__(
         self,
@@ -145,12 +146,12 @@ class JailWorker:
         self.base_rss_kb = 0
         self.clean_mark = 0
         self.fixtures: set[str] = set()
-        """What stands in scratch for good: ways to an interpreter that is installed below it."""
+        """Permanent entries of scratch: paths to an interpreter that is installed below it."""
 
     # ------------------------------------------------------------------ the loop
 
     def serve(self) -> NoReturn:
-        """Answer requests until the pool closes the socket."""
+        """Answer requests until the server closes the socket."""
         self._measure()
         self.limit_all()
         self.control.sendall(frames.HELLO)
@@ -172,7 +173,7 @@ class JailWorker:
         self.reply(*self._run(request))
 
     def reply(self, call: RunningCall, status: int, usage: resource.struct_rusage) -> None:
-        """Send the reply and forget the call."""
+        """Clean scratch, then send the reply."""
         out, err, record = self.streams
         wall = time.monotonic() - call.started
         clean = self._clean_scratch()
@@ -186,7 +187,7 @@ class JailWorker:
         )  # fmt: skip
 
     def send(self, header: WorkerReply) -> None:
-        """Header and streams in one go; then the buffers are emptied."""
+        """Send the header and the streams together, then empty the buffers."""
         parts: list[memoryview | bytes] = [header.pack()]
         total = frames.REPLY.size
         for stream in self.streams:
@@ -198,7 +199,7 @@ class JailWorker:
             if sent < total:
                 self.control.sendall(b"".join(parts)[sent:])
         except OSError:
-            os._exit(0)  # the pool is gone
+            os._exit(0)  # the server has closed the socket
         for stream in self.streams:
             stream.drop()
         self.body.drop()
@@ -229,7 +230,7 @@ class JailWorker:
         return call, status, usage
 
     def _child(self, call: RunningCall) -> NoReturn:
-        """In the forked child: streams, limits, filter, then the program. Never returns."""
+        """In the forked child: set up streams, limits and filter, then run the program."""
         code = 120
         try:
             request = call.request
@@ -249,7 +250,7 @@ class JailWorker:
             os._exit(code)
 
     def limit_all(self) -> None:
-        """Limits that every call of this worker inherits; they are hard for the worker as well."""
+        """Set the limits that every call of this worker inherits and that bind the worker too."""
         memory = self.base_as + (self.spec.memory_mb << 20)
         counted_here = self.spec.level == "strict" and not self.spec.group.pids
         threads = self.spec.processes + (1 if counted_here else _SHARED_COUNT)
@@ -260,7 +261,7 @@ class JailWorker:
         resource.setrlimit(resource.RLIMIT_NPROC, (threads, threads))
 
     def confine(self, request: WorkerRequest) -> None:
-        """Per-call limits and, where there is no PID namespace or cgroup, the per-call filter."""
+        """Set the limits of a call and, without a PID namespace or control groups, its filter."""
         cpu = math.ceil(request.cpu_s) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
         size = request.file_mb << 20
@@ -271,7 +272,7 @@ class JailWorker:
             self.filter.install(os.getpid())
 
     def watch(self, call: RunningCall, end: int) -> bool:
-        """Wait until `end` is readable or a limit is hit; True if it is."""
+        """Wait until `end` is readable (True) or a limit is exceeded (False)."""
         poller = self.poller
         poller.register(end, select.POLLIN)
         try:
@@ -279,13 +280,13 @@ class JailWorker:
             if not events:
                 return self._watch_streams(call, end)
             if events[0][0] != end:
-                os._exit(0)  # the pool hung up
+                os._exit(0)  # the server has closed the socket
             return True
         finally:
             poller.unregister(end)
 
     def _watch_streams(self, call: RunningCall, end: int) -> bool:
-        """A call that takes longer: read what it prints, look at its limits."""
+        """Watch a longer call: read its output and check its limits."""
         poller = self.poller
         cap = frames.output_cap(call.request.output_chars)
         streams = dict(zip(call.readers, self.streams, strict=True))
@@ -293,14 +294,17 @@ class JailWorker:
             poller.register(descriptor, select.POLLIN)
         try:
             while True:
-                wait = self._next_look(call)
+                late = time.monotonic() >= call.deadline
+                if late and any(descriptor == end for descriptor, _ in poller.poll(0)):
+                    return True  # it ended in time, but the machine was too busy to notice
+                wait = self._check_limits(call)
                 if wait is None:
                     return False
                 for descriptor, _ in poller.poll(wait * 1000):
                     if descriptor == end:
                         return True
                     if descriptor not in streams:
-                        os._exit(0)  # the pool hung up
+                        os._exit(0)  # the server has closed the socket
                     if not streams[descriptor].fill(descriptor, cap):
                         poller.unregister(descriptor)
                         del streams[descriptor]
@@ -311,15 +315,15 @@ class JailWorker:
             for descriptor in streams:
                 poller.unregister(descriptor)
 
-    def _next_look(self, call: RunningCall) -> float | None:
-        """Seconds until limits must be looked at again; None if the call was killed just now."""
+    def _check_limits(self, call: RunningCall) -> float | None:
+        """Seconds until the next check; None if a limit was exceeded and the call was killed."""
         request = call.request
         left = call.deadline - time.monotonic()
         if left <= 0:
             call.kill(frames.WALL)
             return None
         if self.spec.level != "strict":
-            left = min(left, _LOOK_S)
+            left = min(left, _SCRATCH_CHECK_S)
             if self._scratch_used() > self.spec.scratch_mb << 20:
                 call.kill(frames.SCRATCH)
                 return None
@@ -332,7 +336,7 @@ class JailWorker:
         return left
 
     def sweep(self) -> None:
-        """Kill and reap whatever the call left running in this PID namespace."""
+        """Kill and reap every process that the call left running in this PID namespace."""
         if not self.spec.forks:
             return
         while syscalls.libc.kill(-1, 9) == 0:  # through libc: no exception in the usual case
@@ -340,7 +344,7 @@ class JailWorker:
                 os.waitpid(-1, 0)
 
     def _drain(self, call: RunningCall) -> None:
-        """What is left in the pipes of a call that is over; one read gets all that one holds."""
+        """Read what is left in the pipes of a call that has ended; one read empties a pipe."""
         cap = frames.output_cap(call.request.output_chars)
         for reader, stream in zip(call.readers, self.streams, strict=True):
             if stream.used <= cap:
@@ -349,7 +353,7 @@ class JailWorker:
     # ------------------------------------------------------------------ scratch and baselines
 
     def _measure(self) -> None:
-        """Baselines of a warm worker: what a call that does nothing uses."""
+        """Measure the baselines: memory and scratch of a call that does nothing."""
         pid = confine.fork()
         if pid == 0:
             os._exit(0)
@@ -360,7 +364,7 @@ class JailWorker:
             self.fixtures = set(os.listdir(confine.SCRATCH_INSIDE))
 
     def _scratch_mark(self) -> int:
-        """A number that changes when something is left in scratch."""
+        """A number that changes when a call leaves something in scratch."""
         if self.spec.level != "strict":
             return len(os.listdir("."))
         mark = 0
@@ -370,24 +374,24 @@ class JailWorker:
         return mark
 
     def _scratch_used(self) -> int:
-        """Bytes in the scratch directory (portable), with a floor of 4 KB an entry."""
+        """Bytes in the scratch directory (portable); each entry counts at least 4 KB."""
         total = entries = 0
         stack = ["."]
         while stack and entries < 100_000:
             try:
-                with os.scandir(stack.pop()) as found:
-                    for entry in found:
+                with os.scandir(stack.pop()) as listing:
+                    for entry in listing:
                         entries += 1
                         info = entry.stat(follow_symlinks=False)
                         total += max(info.st_blocks * 512, 4096)
                         if entry.is_dir(follow_symlinks=False):
                             stack.append(entry.path)
             except OSError:
-                continue  # it changed under our eyes; the next look sees it
+                continue  # it changed meanwhile; the next check counts it
         return total
 
     def _clean_scratch(self) -> bool:
-        """Empty scratch; False if that is not possible and the worker must be replaced."""
+        """Empty scratch; False if that fails and the worker must be replaced."""
         if self._scratch_mark() == self.clean_mark:
             return True
         places = [confine.SCRATCH_INSIDE, "/dev/shm"] if self.spec.level == "strict" else ["."]
@@ -405,7 +409,7 @@ class JailWorker:
 
 
 def cpu_time(pid: int) -> float:
-    """CPU seconds of another process, by its clock (see clock_getcpuclockid)."""
+    """CPU seconds of another process, from its CPU clock (see clock_getcpuclockid)."""
     try:
         return time.clock_gettime((~pid << 3) | 2)
     except OSError:
@@ -413,7 +417,7 @@ def cpu_time(pid: int) -> float:
 
 
 def spool(data: bytes) -> int:
-    """A descriptor to read `data` from: a pipe if it fits into one, else an unlinked file."""
+    """A descriptor to read `data` from: a pipe if the data fits, else an unlinked file."""
     if len(data) <= 1 << 16:
         reader, writer = os.pipe()
         os.write(writer, data)

@@ -1,12 +1,12 @@
 """The zygote: a clean, warm, single-threaded interpreter that forks jailed workers on demand.
 
-Started by the pool with an empty environment and nothing open but a control socket, so that nothing
-of the service (secrets, torch, threads) is in it. Messages are JSON, one per packet; a request
-to spawn brings the worker's socket along. When the control socket closes, the zygote kills and
-reaps its workers, removes their control groups and scratch directories, and ends.
+The server starts it with a minimal environment and only a control socket open, so that it contains
+nothing of the service (secrets, torch, threads). Messages are JSON, one per packet; a request to
+spawn carries the worker's socket. When the control socket closes, the zygote kills and reaps its
+workers, removes their control groups and scratch directories, and exits.
 
-The imports below come before the warm-up on purpose: what a worker touches in every call lies apart
-from the warm heap then, whose huge pages stay whole.
+The imports below deliberately precede the warm-up: what a worker writes in every call then lies
+outside the warm heap, whose huge pages stay intact.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def command() -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """All that a zygote and its calls see of the environment."""
+    """The environment variables of a zygote and its calls."""
     return {
         "PATH": "/usr/bin:/bin",
         "HOME": "/tmp",
@@ -56,7 +56,7 @@ def environment() -> dict[str, str]:
 
 
 def main(settings: str, descriptor: int) -> None:
-    """Warm up, report, then spawn workers until the pool hangs up."""
+    """Warm up, report, then spawn workers until the server closes the socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control = socket.socket(fileno=descriptor)
@@ -67,7 +67,7 @@ def main(settings: str, descriptor: int) -> None:
 
 
 class Zygote:
-    """Owns the workers it forked."""
+    """Forks workers and owns them."""
 
     def __init__(self, control: socket.socket, options: dict[str, Any]) -> None:
         self.control = control
@@ -77,12 +77,12 @@ class Zygote:
         """pidfd -> (pid, spec)."""
 
     def warm_up(self) -> None:
-        """Import, run representative programs, freeze and collapse the heap; then say so."""
+        """Import, run representative programs, collapse and freeze the heap, then report."""
         warm = heap.WarmHeap()
         missing = dict.fromkeys(warmup.import_modules(self.flavour), "not installed")
         warmup.run_programs(self.flavour)
         if self.flavour == "verify":
-            warm.stop_leading()  # importing a grammar recurses deeply
+            warm.stop_redirecting()  # importing a grammar recurses deeply
             missing |= verify.preload(self.functions)
         sys.argv = ["program.py"]
         sys.path.insert(0, "")
@@ -94,7 +94,8 @@ class Zygote:
         self.say(ready=True, flavour=self.flavour, missing=missing, heap=asdict(report))
 
     def say(self, **message: Any) -> None:
-        with contextlib.suppress(OSError):  # the pool is gone: serve() ends at its next look
+        """Send a message to the server."""
+        with contextlib.suppress(OSError):  # the server has closed the socket: serve() ends next
             self.control.sendall(json.dumps(message).encode())
 
     def serve(self) -> None:
@@ -116,7 +117,7 @@ class Zygote:
                     self.reap(descriptor)
 
     def reap(self, pidfd: int) -> None:
-        """A worker ended: collect it and remove what it had on the host."""
+        """Reap a worker that ended and remove its control groups and scratch directory."""
         pid, spec = self.workers.pop(pidfd)
         _, status = os.waitpid(pid, 0)
         os.close(pidfd)
@@ -126,16 +127,14 @@ class Zygote:
         self.say(exited=spec.name, status=status, oom=oom)
 
     def _kill_orphans(self) -> None:
-        """What a lost worker left behind becomes a child of this process; end it."""
-        known = {pid for pid, _ in self.workers.values()}
-        with contextlib.suppress(OSError):  # kernels without /proc/.../children
-            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-            for pid in {int(child) for child in children} - known:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+        """Kill and reap processes of lost workers: the kernel makes them children of the zygote."""
+        listing = Path(f"/proc/self/task/{os.getpid()}/children")
+        if listing.exists():  # not in every kernel
+            known = {pid for pid, _ in self.workers.values()}
+            confine.kill_children(lambda: {int(pid) for pid in listing.read_text().split()}, known)
 
     def spawn(self, message: dict[str, Any], descriptors: list[int]) -> int | None:
-        """Fork a worker into its jail; returns a handle that becomes readable when it ends."""
+        """Fork a worker into its jail; returns a pidfd that is readable when it has ended."""
         fields = message["spec"]
         spec = confine.JailSpec(**{**fields, "group": cgroups.ControlGroup(**fields["group"])})
         try:
@@ -157,7 +156,7 @@ class Zygote:
         return pidfd
 
     def _fork_worker(self, spec: Any, descriptor: int) -> int:
-        """Strict needs two forks: only a child of the process that unshared is PID 1."""
+        """Fork twice: in strict, only a child of the process that unshares becomes PID 1."""
         reader, writer = os.pipe()
         go_reader, go_writer = os.pipe()
         pid = os.fork()
@@ -168,14 +167,14 @@ class Zygote:
         with os.fdopen(reader, "rb") as answer:
             text = answer.read(4096).decode()
         os.waitpid(pid, 0)
-        os.write(go_writer, b".")  # the worker's parent is this process from here on
+        os.write(go_writer, b".")  # from here on the zygote is the worker's parent
         os.close(go_writer)
         if not text.isdigit():
-            raise OSError(text or "the worker died while its jail was built")
+            raise OSError(text or "the worker died while its jail was being built")
         return int(text)
 
     def _between(self, spec: Any, descriptor: int, writer: int, go: int) -> NoReturn:
-        """In the intermediate process: groups, namespaces, second fork; reports the pid."""
+        """In the intermediate process: join groups, unshare, fork again and report the pid."""
         try:
             cgroups.join(spec.group, os.getpid())
             if spec.level == "strict":
@@ -190,8 +189,8 @@ class Zygote:
         os._exit(0)
 
     def _become_worker(self, spec: Any, descriptor: int, go: int) -> NoReturn:
-        """In the worker: enter the jail and serve. Reports a failure on its own socket."""
-        os.read(go, 1)  # from here on this process is a child of the zygote
+        """In the worker: enter the jail and serve. A failure is reported on the worker's socket."""
+        os.read(go, 1)  # wait until this process is a child of the zygote
         control = socket.socket(fileno=os.dup(descriptor))
         try:
             null = os.open("/dev/null", os.O_RDWR)
@@ -215,13 +214,13 @@ class Zygote:
             confine.enter(spec)
             heap.collapse()
             server.serve()
-        except BaseException as error:  # noqa: BLE001 - reported to the pool, then the end
+        except BaseException as error:  # noqa: BLE001 - reported to the server, then exit
             with contextlib.suppress(OSError):
                 control.sendall(f"{type(error).__name__}: {error}\n".encode())
         os._exit(1)
 
     def close(self) -> None:
-        """Kill and reap every worker and remove what they had on the host."""
+        """Kill and reap every worker and remove their control groups and scratch directories."""
         for pidfd, (pid, spec) in self.workers.items():
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -232,7 +231,7 @@ class Zygote:
 
 
 def _remove_traces(spec: Any) -> None:
-    """Control groups and scratch of a worker that is gone."""
+    """Remove the control groups and the scratch directory of a worker that has ended."""
     for directory in spec.group.directories:
         cgroups.remove(directory)
     if spec.level == "portable":
