@@ -166,7 +166,7 @@ def test_a_page_and_a_comparison_come_of_it(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "give a model directory"),
+        ([], "give either a directory"),
         (["--url", "http://x", "--preset", "run"], "takes a run directory"),
         (["--url", "http://x"], "--on says which"),
         (["--url", "http://x", "--on", "imo=nowhere.jsonl"], "nowhere"),

@@ -87,5 +87,5 @@ def test_results_say_whether_they_are_complete(tmp_path: Path) -> None:
         stored = read_results(tmp_path / "e")
         assert not stored.complete
         assert stored.scores["set"].missing == 2
-    with pytest.raises(UserError, match="no results"):
+    with pytest.raises(UserError, match="no evaluation results"):
         read_results(tmp_path)

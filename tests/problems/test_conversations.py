@@ -50,7 +50,7 @@ def test_the_embedded_stream_goes_on_too_and_ends() -> None:
 def test_steps_from_epochs(talk: Path) -> None:
     assert sft_steps(SftConfig(data=str(talk), steps=0, epochs=3, batch=4)) == 8
     assert sft_steps(SftConfig(steps=7)) == 7
-    with pytest.raises(DataError, match="has no end"):
+    with pytest.raises(DataError, match="without end"):
         sft_steps(SftConfig(steps=0, epochs=1))
 
 
@@ -66,7 +66,7 @@ def test_held_out_conversations_use_the_tool() -> None:
         ('{"messages": [{"role": "user"}]}', r"talk\.jsonl:1: .*content"),
         ('{"messages": [{"role": "bot", "content": "x"}]}', r"role 'bot' is not one of"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "no assistant message"),
-        ("", "holds no conversation"),
+        ("", "contains no conversation"),
     ],
 )
 def test_bad_lines_are_named(tmp_path: Path, text: str, message: str) -> None:

@@ -41,7 +41,7 @@ def test_jsonl(tmp_path: Path) -> None:
         ('{"prompt": " ", "answer": 1}', r"p\.jsonl:1: prompt is empty"),
         ('{"prompt": "q", "answer": ""}', r"p\.jsonl:1: answer is empty"),
         ('{"id": 1, "prompt": "q", "answer": 1}\n' * 2, r"p\.jsonl:2: id '1' is already on line 1"),
-        ("\n", "holds no problem"),
+        ("\n", "contains no problem"),
     ],
 )
 def test_bad_lines_are_named(tmp_path: Path, text: str, message: str) -> None:

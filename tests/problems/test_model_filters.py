@@ -168,7 +168,7 @@ async def test_a_lost_answer_is_no_wrong_answer(tmp_path: Path) -> None:
     path, model = problems(tmp_path, *marks), Model(marks)
     with asking(path, tmp_path / "out", Agreement(2, 4)) as filter:
         await filter.ask(model, concurrency=1)
-        with pytest.raises(EngineError, match="1 problems are undecided, as b: 3 answers"):
+        with pytest.raises(EngineError, match="1 problems are undecided, such as b: 3 answers"):
             filter.finish()
         assert not (tmp_path / "out/problems.jsonl").exists()
         card = filter.finish(drop_undecided=True)
@@ -213,7 +213,7 @@ async def test_another_question_is_refused_in_the_same_directory(tmp_path: Path)
         (Agreement(2, 4), {"seed": 1}, "seed: 0 -> 1"),
     ):
         with (
-            pytest.raises(UserError, match=f"another question.*{message}"),
+            pytest.raises(UserError, match=f"other settings.*{message}"),
             asking(path, tmp_path / "out", rule, **fields),
         ):
             pass
@@ -227,7 +227,7 @@ async def test_another_question_is_refused_in_the_same_directory(tmp_path: Path)
 
 def test_a_foreign_directory_and_a_foreign_file_are_refused(tmp_path: Path) -> None:
     path = problems(tmp_path, "a")
-    with pytest.raises(UserError, match=r"not empty \(it holds problems.jsonl\)"):
+    with pytest.raises(UserError, match=r"not empty \(it contains problems.jsonl\)"):
         Asking(path, tmp_path, Question(Agreement(), {}))
     (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n')
     with pytest.raises(DataError, match=r"bad\.jsonl:1"):

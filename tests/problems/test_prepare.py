@@ -121,7 +121,7 @@ def test_unknown_fields_list_the_choices() -> None:
 
 
 def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no row"):
+    with pytest.raises(DataError, match="contains no row"):
         list(read_problems(ProblemSource(write(tmp_path / "a.jsonl"), "a")))
 
 

@@ -66,7 +66,7 @@ def test_gzip_is_read_and_a_torn_one_is_not_taken_for_a_short_one(tmp_path: Path
     path.write_bytes(whole)
     assert len(fields(path)) == 20_000
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match=r"torn or no gzip file after row \d{3,}"):
+    with pytest.raises(DataError, match=r"torn or not a gzip file after row \d{3,}"):
         fields(path)
     path.write_bytes(b"plain text")
     with pytest.raises(DataError, match="after row 0"):
@@ -133,7 +133,7 @@ def test_a_torn_parquet_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"a": list(range(1000))}), path)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(DataError, match="torn or no Parquet file after row 0"):
+    with pytest.raises(DataError, match="torn or not a Parquet file after row 0"):
         fields(path)
 
 
@@ -159,9 +159,9 @@ def test_a_file_that_nothing_knows_is_an_error_and_not_all_dropped(tmp_path: Pat
 def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
     for name in ("a.jsonl", "a.json"):
         for text in ("", "\n \n"):
-            with pytest.raises(DataError, match="holds no row"):
+            with pytest.raises(DataError, match="contains no row"):
                 list(known_rows(str(write(tmp_path / name, text)), None, _knows_q))
-    with pytest.raises(DataError, match="holds no row"):
+    with pytest.raises(DataError, match="contains no row"):
         list(known_rows(str(write(tmp_path / "a.json", "[]")), None, _knows_q))
 
 

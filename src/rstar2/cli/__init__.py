@@ -1,7 +1,7 @@
-"""The `rstar2` command: one sub-command per job, each in its own module and imported on use.
+"""The `rstar2` command: one module per sub-command, imported on use.
 
-Progress goes to stderr and results to stdout. Exit codes: 0 done, 1 failed, 2 the user's input
-cannot work (one message says why), 130 and 143 stopped by Ctrl-C and SIGTERM.
+Progress goes to stderr and results to stdout. Exit codes: 0 success, 1 failure, 2 invalid input
+(one message says why), 130 and 143 stopped by Ctrl-C and SIGTERM.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typer.core import TyperCommand, TyperGroup
 from rstar2.errors import InfrastructureError, UserError
 
 COMMANDS = {
-    "quickstart": ("rstar2.cli.train", "quickstart", "train the tiny agent by the whole recipe"),
-    "train": ("rstar2.cli.train", "train", "run a recipe: SFT, RL stages, evaluation"),
-    "sft": ("rstar2.cli.train", "sft", "run only the SFT stage of a recipe"),
-    "ablate": ("rstar2.cli.ablate", "ablate", "compare RoC with its alternatives over seeds"),
-    "eval": ("rstar2.cli.eval", "app", "score a model on benchmarks; compare two scores"),
-    "view": ("rstar2.cli.view", "view", "look inside runs: a local page, live"),
-    "entropy": ("rstar2.cli.entropy", "entropy", "where a policy is uncertain, token by token"),
-    "chat": ("rstar2.cli.chat", "chat", "watch an agent think, call Python, read and answer"),
-    "data": ("rstar2.cli.data", "app", "prepare training data: clean, decontaminate, grade"),
-    "simulate": ("rstar2.cli.simulate", "simulate", "compare rollout schedulers, no GPU needed"),
-    "codeenv": ("rstar2.cli.codeenv", "app", "serve, run and measure the code environment"),
-    "plan": ("rstar2.cli.plan", "plan", "does a recipe fit a cluster, how long, at what cost"),
-    "doctor": ("rstar2.cli.doctor", "doctor", "what this machine can do, and what to change"),
+    "quickstart": ("rstar2.cli.train", "quickstart", "Train the tiny agent with the whole recipe."),
+    "train": ("rstar2.cli.train", "train", "Run a recipe: SFT, RL stages, evaluation."),
+    "sft": ("rstar2.cli.train", "sft", "Run only the SFT stage of a recipe."),
+    "ablate": ("rstar2.cli.ablate", "ablate", "Compare RoC with its alternatives over seeds."),
+    "eval": ("rstar2.cli.eval", "app", "Score a model on benchmarks, or compare two scores."),
+    "view": ("rstar2.cli.view", "view", "Browse runs on a local web page, live."),
+    "entropy": ("rstar2.cli.entropy", "entropy", "Analyse the token entropy of a policy."),
+    "chat": ("rstar2.cli.chat", "chat", "Chat with an agent and watch its Python calls."),
+    "data": ("rstar2.cli.data", "app", "Prepare training data: clean, decontaminate, filter."),
+    "simulate": ("rstar2.cli.simulate", "simulate", "Compare rollout schedulers without a GPU."),
+    "codeenv": ("rstar2.cli.codeenv", "app", "Serve, run and measure the code environment."),
+    "plan": ("rstar2.cli.plan", "plan", "Estimate memory, time and cost of a recipe on a cluster."),
+    "doctor": ("rstar2.cli.doctor", "doctor", "Check what this machine supports."),
 }
 
 
@@ -42,13 +42,13 @@ class LazyGroup(TyperGroup):
         ]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """What --help and "did you mean" show of a command."""
+        """The command as --help and "did you mean" show it, without its module."""
         if cmd_name not in self.list_commands(ctx):
             return None
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name][2])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that is to be run, imported."""
+        """Import the command that will run."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, load(name) if command is not None and name is not None else command, rest
 
@@ -81,17 +81,20 @@ def _version(asked: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", help="print the version", callback=_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", callback=_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
-    """Train language models to reason with a Python tool, by agentic reinforcement learning.
+    """Train language models to reason with a Python tool, using agentic reinforcement learning.
 
-    Start with `rstar2 quickstart`: the whole recipe on this machine, in minutes.
+    Start with `rstar2 quickstart`, which runs the whole recipe on this machine in minutes.
     """
 
 
 def main(argv: list[str] | None = None) -> Any:
-    """Entry point: turns named errors into one message and an exit code."""
+    """Entry point: turn named errors into one message and an exit code."""
     try:
         return app(args=argv)
     except UserError as error:

@@ -1,7 +1,7 @@
-"""`rstar2 data`: public data sets to problems and conversations that rstar2 trains on.
+"""`rstar2 data`: convert public data sets to the problems and conversations that rstar2 trains on.
 
-`problems` cleans, `agree` and `difficulty` ask a model (`data_answers`), `sft` converts
-conversations (`data_sft`). All of them write a data card beside what they made.
+`problems` cleans (this module), `agree` and `difficulty` filter with a model (`data_filter`), `sft`
+converts conversations (`data_sft`). Each command writes a data card next to its output.
 """
 
 from __future__ import annotations
@@ -33,19 +33,32 @@ def root() -> None:
 @app.command()
 def problems(
     sources: Annotated[list[str], typer.Argument(help=SOURCES_HELP)],
-    out: Annotated[Path, typer.Option(help="directory to make")],
+    out: Annotated[Path, typer.Option(help="Directory to create.")],
     against: Annotated[
-        list[str] | None, typer.Option(help="evaluation set to decontaminate against (repeatable)")
+        list[str] | None,
+        typer.Option(
+            help="Drop whatever shares 8 words in a row with this evaluation set. Repeatable."
+        ),
     ] = None,
-    integers: Annotated[bool, typer.Option(help="keep integer answers only, as the paper")] = True,
-    digits: Annotated[int, typer.Option(min=1, help="longest integer answer")] = 12,
-    verify: Annotated[
-        bool, typer.Option(help="ask the grader, in the code environment, to accept every gold")
+    integers: Annotated[
+        bool, typer.Option(help="Keep only integer answers, as in the paper.")
     ] = True,
-    prompt_field: Annotated[str | None, typer.Option(help="map a data set no reader knows")] = None,
-    answer_field: Annotated[str | None, typer.Option(help="its answer field")] = None,
-    kind_field: Annotated[str | None, typer.Option(help="its kind, if it has one")] = None,
-    json: Annotated[bool, typer.Option("--json", help="print the data card as JSON")] = False,
+    digits: Annotated[int, typer.Option(min=1, help="Most digits of an integer answer.")] = 12,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            help="Grade every reference answer against itself in the code environment, and drop "
+            "the problems whose answer the grader rejects."
+        ),
+    ] = True,
+    prompt_field: Annotated[
+        str | None, typer.Option(help="Prompt field of a data set that no reader knows.")
+    ] = None,
+    answer_field: Annotated[str | None, typer.Option(help="Answer field of that data set.")] = None,
+    kind_field: Annotated[
+        str | None, typer.Option(help="Field with the kind of problem, if there is one.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the data card as JSON.")] = False,
 ) -> None:
     """Clean data sets into RL problems and write a data card.
 
@@ -63,7 +76,7 @@ def problems(
 
 
 def _sources(texts: list[str], fields: dict[str, str]) -> list[ProblemSource]:
-    """A field map is for the sources that name no reader."""
+    """The field map applies to the sources that name no reader."""
     from rstar2.problems.prepare import ProblemSource
     from rstar2.problems.sources import READERS, mapped
 

@@ -1,7 +1,7 @@
-"""`rstar2 data agree` and `rstar2 data difficulty`: filters that ask a model, resumable.
+"""`rstar2 data agree` and `rstar2 data difficulty`: resumable filters that sample a model.
 
-Both draw answers by the agent loop of training and evaluation: from a local model (embedded
-engine), or from any OpenAI-compatible endpoint.
+Both sample answers with the agent loop of training and evaluation, from a local model (embedded
+engine) or from any OpenAI-compatible endpoint.
 """
 
 from __future__ import annotations
@@ -25,37 +25,51 @@ if TYPE_CHECKING:
     from rstar2.problems.model_filters import Ask, Rule, SampledAnswer
     from rstar2.types import Problem
 
-Problems = Annotated[Path, typer.Argument(help="problems.jsonl, or the directory that holds it")]
-Out = Annotated[Path, typer.Option(help="directory to make, or to go on with")]
-Model = Annotated[
-    Path | None, typer.Option(help="a transformers directory, or a run directory of rstar2")
+Problems = Annotated[
+    Path, typer.Argument(help="A problems.jsonl file, or the directory that holds it.")
 ]
-Url = Annotated[str | None, typer.Option(help="an OpenAI-compatible endpoint instead of --model")]
-Served = Annotated[str | None, typer.Option("--served-model", help="which of the endpoint's")]
+Out = Annotated[Path, typer.Option(help="Directory to create, or to resume.")]
+Model = Annotated[
+    Path | None, typer.Option(help="A transformers model directory, or an rstar2 run directory.")
+]
+Url = Annotated[
+    str | None, typer.Option(help="Use this OpenAI-compatible endpoint instead of --model.")
+]
+Served = Annotated[
+    str | None, typer.Option("--served-model", help="Name of the model at the endpoint.")
+]
 Key = Annotated[
-    str | None, typer.Option(envvar="OPENAI_API_KEY", help="for the endpoint", show_envvar=True)
+    str | None,
+    typer.Option(envvar="OPENAI_API_KEY", help="API key of the endpoint.", show_envvar=True),
 ]
 Only = Annotated[
-    list[str] | None, typer.Option(help="ask about this source only (repeatable); others stay")
+    list[str] | None,
+    typer.Option(help="Filter only problems of this source and keep all others. Repeatable."),
 ]
-Tools = Annotated[bool, typer.Option(help="offer the Python tool, as in training")]
-Temperature = Annotated[float, typer.Option(min=0.0)]
-MaxLength = Annotated[int, typer.Option(min=16, help="tokens of one answer, as in a recipe")]
-Turns = Annotated[int, typer.Option(min=1, help="assistant turns of one answer")]
-Concurrency = Annotated[int, typer.Option(min=1, help="problems asked about at once")]
+Tools = Annotated[bool, typer.Option(help="Offer the Python tool to the model, as in training.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature.")]
+MaxLength = Annotated[
+    int, typer.Option(min=16, help="Most tokens of one rollout, as max_length in a recipe.")
+]
+Turns = Annotated[int, typer.Option(min=1, help="Most assistant turns of one answer.")]
+Concurrency = Annotated[int, typer.Option(min=1, help="Problems in flight at a time.")]
 AllSamples = Annotated[
-    bool, typer.Option("--all-samples", help="take all samples even where the verdict is settled")
+    bool,
+    typer.Option("--all-samples", help="Draw all samples even when the result is already decided."),
 ]
 DropUndecided = Annotated[
-    bool, typer.Option("--drop-undecided", help="drop problems whose answers were lost")
+    bool,
+    typer.Option(
+        "--drop-undecided", help="Drop problems that stay undecided because answers were lost."
+    ),
 ]
-Seed = Annotated[int, typer.Option(help="of sampling")]
-AsJson = Annotated[bool, typer.Option("--json", help="print the data card as JSON")]
+Seed = Annotated[int, typer.Option(help="Random seed for sampling.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the data card as JSON.")]
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """Who is asked, and how."""
+    """Which model answers, and with what limits."""
 
     model: Path | None
     url: str | None
@@ -68,7 +82,7 @@ class AnswerOptions:
     concurrency: int
 
     def describe(self) -> dict[str, Any]:
-        """What an answer depends on; the key and how many are asked at once are none of it."""
+        """What an answer depends on; the API key and the concurrency do not matter."""
         return {
             "model": self.served_model or self.url or _identity(self.model),
             "tools": self.tools,
@@ -81,8 +95,8 @@ class AnswerOptions:
 def agree(
     problems: Problems,
     out: Out,
-    matches: Annotated[int, typer.Option(min=1, help="answers that must equal the label")] = 2,
-    samples: Annotated[int, typer.Option(min=1, max=64, help="of so many")] = 16,
+    matches: Annotated[int, typer.Option(min=1, help="Answers that must match the label.")] = 2,
+    samples: Annotated[int, typer.Option(min=1, max=64, help="Answers sampled per problem.")] = 16,
     model: Model = None,
     url: Url = None,
     served_model: Served = None,
@@ -119,7 +133,7 @@ def agree(
 def difficulty(
     problems: Problems,
     out: Out,
-    samples: Annotated[int, typer.Option(min=1, max=64, help="answers to each problem")] = 8,
+    samples: Annotated[int, typer.Option(min=1, max=64, help="Answers sampled per problem.")] = 8,
     model: Model = None,
     url: Url = None,
     served_model: Served = None,
@@ -135,7 +149,7 @@ def difficulty(
     seed: Seed = 0,
     json: AsJson = False,
 ) -> None:
-    """Drop the problems that the current policy always solves; never solved ones stay.
+    """Drop the problems that the current policy always solves, and keep those it never solves.
 
     \b
     rstar2 data difficulty problems --model RUN --out hard
@@ -181,12 +195,12 @@ def _filter(
         asking.close()
 
 
-# --------------------------------------------------------------------------- who answers
+# --------------------------------------------------------------------------- answering
 
 
 @asynccontextmanager
 async def _opened(asked: AnswerOptions) -> AsyncIterator[Ask]:
-    """Start what answers, and the code environment that runs tools and grades."""
+    """Start the model or endpoint and the code environment that runs tools and grades."""
     from rstar2.agent.loop import RolloutSpec
     from rstar2.config import SamplingConfig, TemplateConfig
     from rstar2.evaluate.answerers import ChatEndpoint, load_template, open_endpoint, open_fleet
@@ -237,7 +251,7 @@ def _asker(answerer: Answerer, spec: RolloutSpec) -> Ask:
 
 
 def _identity(model: Path | None) -> str:
-    """The weights that a path stands for; a run's newest export may change."""
+    """Name and fingerprint of the weights at a path; a run's newest export may change."""
     from rstar2.cli.chat import model_directory
     from rstar2.evaluate.answerers import fingerprint
 

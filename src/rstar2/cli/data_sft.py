@@ -1,4 +1,4 @@
-"""`rstar2 data sft`: function calls and chat of public data sets to SFT conversations."""
+"""`rstar2 data sft`: convert public function-calling and chat data sets to SFT conversations."""
 
 from __future__ import annotations
 
@@ -18,27 +18,34 @@ if TYPE_CHECKING:
 
 def sft(
     sources: Annotated[list[str], typer.Argument(help=SOURCES_HELP)],
-    out: Annotated[Path, typer.Option(help="directory to make")],
+    out: Annotated[Path, typer.Option(help="Directory to create.")],
     weight: Annotated[
-        list[str] | None, typer.Option(help="NAME=SHARE of the mixture (all sources or none)")
+        list[str] | None,
+        typer.Option(
+            help="Share of a source in the mixture, as NAME=SHARE. Repeat for every source."
+        ),
     ] = None,
-    total: Annotated[int | None, typer.Option(min=1, help="at most so many conversations")] = None,
+    total: Annotated[int | None, typer.Option(min=1, help="Most conversations to write.")] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="directory; lengths are then in tokens, as trained on")
+        Path | None, typer.Option(help="Directory of a tokenizer. Lengths are then in tokens.")
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option(min=1, help="longer conversations are dropped")
+        int | None, typer.Option(min=1, help="Drop conversations that are longer than this.")
     ] = None,
     against: Annotated[
-        list[str] | None, typer.Option(help="evaluation set to decontaminate against (repeatable)")
+        list[str] | None,
+        typer.Option(
+            help="Drop whatever shares 8 words in a row with this evaluation set. Repeatable."
+        ),
     ] = None,
     keep_math: Annotated[
-        bool, typer.Option("--keep-math", help="do not drop worked mathematics")
+        bool,
+        typer.Option("--keep-math", help="Keep conversations that contain worked mathematics."),
     ] = False,
-    seed: Annotated[int, typer.Option(help="of the draw and the order")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="print the data card as JSON")] = False,
+    seed: Annotated[int, typer.Option(help="Random seed for the mixture and its order.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print the data card as JSON.")] = False,
 ) -> None:
-    """Convert function calls and chat into SFT conversations and write a data card.
+    """Convert function-calling and chat data into SFT conversations and write a data card.
 
     \b
     rstar2 data sft ToolACE.json apigen-mt_5k.json glaive-function-calling-v2.json \\
@@ -96,7 +103,7 @@ def _weights(texts: list[str]) -> dict[str, float] | None:
 
 
 def token_counter(directory: Path) -> Measure:
-    """Lengths in tokens, exactly as SFT would train on them."""
+    """Return a function that measures conversations in tokens, exactly as SFT tokenizes them."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # heavy: not for --help
 
     from rstar2.agent.template import Template, settings_of

@@ -1,4 +1,4 @@
-"""What the commands of `rstar2 data` share: how sources are written, progress, the card."""
+"""Helpers of all `rstar2 data` commands: source syntax, progress display, printing the card."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _file_name(where: str) -> str:
 
 
 def evaluation_sets(sources: Iterable[str]) -> Iterator[Problem]:
-    """Evaluation problems; a row that cannot be read would go unprotected, so it is an error."""
+    """Read evaluation problems. An unreadable row is an error: it could not be protected."""
     from rstar2.problems.prepare import Dropped, ProblemSource, read_problems
     from rstar2.problems.sources import READERS
 
@@ -58,7 +58,7 @@ def evaluation_sets(sources: Iterable[str]) -> Iterator[Problem]:
 
 @contextmanager
 def bar(noun: str) -> Iterator[Callable[[int, int], None]]:
-    """A line on stderr that is told (rows read, kept) as they come."""
+    """A progress line on stderr; call the yielded function with (rows read, kept)."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=progress, transient=True) as shown:
         task = shown.add_task("starting")
@@ -70,7 +70,7 @@ def bar(noun: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def show_card(card: Card, path: Path, *, as_json: bool) -> None:
-    """The card on stdout, and on stderr where the data are."""
+    """Print the card to stdout, and the path of the data to stderr."""
     from rstar2.types import encode
 
     typer.echo(encode(card).decode() if as_json else card.markdown())

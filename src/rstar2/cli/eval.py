@@ -1,13 +1,13 @@
 """`rstar2 eval`: score a checkpoint, a run or an endpoint on benchmarks; compare two scores.
 
-    rstar2 eval runs/tiny-seed0 --preset run          as the run's own evaluation, number for number
+    rstar2 eval runs/tiny-seed0 --preset run          reproduces the run's own evaluation exactly
     rstar2 eval DIR --on aime24 --preset paper        the paper's settings
     rstar2 eval DIR --on math500=math500.jsonl --samples 4 --engine vllm
     rstar2 eval --url http://host:8000/v1 --on gsm8k  any OpenAI-compatible endpoint
     rstar2 eval evals/NAME --rescore                  grade stored answers again
     rstar2 eval compare evals/A evals/B
 
-The same command goes on where it was stopped, by whatever means.
+Run the same command again to resume an evaluation that was stopped or killed.
 """
 
 from __future__ import annotations
@@ -57,43 +57,68 @@ PAPER = EvalOptions(samples=16, temperature=0.6, max_length=30_720, max_turns=30
 def run(
     model: Annotated[
         Path | None,
-        typer.Argument(help="a transformers directory, a run, or with --rescore an evaluation"),
+        typer.Argument(
+            help="A transformers model directory, an rstar2 run directory, or with --rescore the "
+            "directory of an evaluation."
+        ),
     ] = None,
     on: Annotated[
         list[str] | None,
         typer.Option(
-            help="aime24, aime25, hmmt25, math500, gsm8k, gpqa, arithmetic, NAME=FILE or FILE"
+            help="Benchmark to score: aime24, aime25, hmmt25, math500, gsm8k, gpqa, arithmetic, "
+            "NAME=FILE or FILE. Repeatable."
         ),
     ] = None,
     preset: Annotated[
-        str | None, typer.Option(help="paper, or run (as the run's recipe evaluates)")
+        str | None,
+        typer.Option(help="Settings to start from: paper, or run (those of the run's own recipe)."),
     ] = None,
-    greedy: Annotated[bool, typer.Option("--greedy", help="one answer at temperature 0")] = False,
-    samples: Annotated[int | None, typer.Option("--samples", "-k", min=1)] = None,
-    temperature: Annotated[float | None, typer.Option(min=0.0)] = None,
-    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
-    max_length: Annotated[int | None, typer.Option(min=16, help="prompt and completion")] = None,
-    max_turns: Annotated[int | None, typer.Option(min=1)] = None,
-    count: Annotated[int | None, typer.Option(min=1, help="only the first problems")] = None,
-    seed: Annotated[int | None, typer.Option()] = None,
-    engine: Annotated[str | None, typer.Option(help="embedded or vllm")] = None,
-    url: Annotated[str | None, typer.Option(help="an OpenAI-compatible endpoint")] = None,
-    served_model: Annotated[str | None, typer.Option(help="which of the endpoint's")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY")] = None,
+    greedy: Annotated[
+        bool, typer.Option("--greedy", help="Draw one answer per problem at temperature 0.")
+    ] = False,
+    samples: Annotated[
+        int | None, typer.Option("--samples", "-k", min=1, help="Answers per problem.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="Sampling temperature.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Nucleus sampling threshold.")
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=16, help="Most tokens of prompt and completion.")
+    ] = None,
+    max_turns: Annotated[int | None, typer.Option(min=1, help="Most assistant turns.")] = None,
+    count: Annotated[
+        int | None, typer.Option(min=1, help="Use only the first COUNT problems.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed for sampling.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Inference engine: embedded or vllm.")] = None,
+    url: Annotated[str | None, typer.Option(help="Score this OpenAI-compatible endpoint.")] = None,
+    served_model: Annotated[
+        str | None, typer.Option(help="Name of the model at the endpoint.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key of the endpoint.")
+    ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", "-s", metavar="KEY=VALUE", help="a setting of a recipe"),
+        typer.Option(
+            "--set", "-s", metavar="KEY=VALUE", help="Override a recipe setting. Repeatable."
+        ),
     ] = None,
-    concurrency: Annotated[int | None, typer.Option(min=1, help="rollouts at a time")] = None,
-    out: Annotated[Path | None, typer.Option(help="directory of this evaluation")] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Rollouts in flight at a time.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory of this evaluation.")] = None,
     rescore: Annotated[
-        bool, typer.Option("--rescore", help="grade stored answers again, generate none")
+        bool, typer.Option("--rescore", help="Grade the stored answers again and generate none.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="print the results as JSON")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
-    """Score a checkpoint, a run or an endpoint. Goes on where it was stopped."""
+    """Score a checkpoint, a run or an endpoint. Run the same command again to resume."""
     if (model is None) == (url is None):
-        raise UserError("give a model directory, a run or an evaluation, or --url, and only one")
+        raise UserError("give either a directory (model, run or evaluation) or --url")
     if rescore:
         if model is None:
             raise UserError("--rescore takes the directory of an evaluation")
@@ -125,11 +150,11 @@ def run(
 
 @app.command()
 def compare(
-    first: Annotated[Path, typer.Argument(help="an evaluation (A)")],
-    second: Annotated[Path, typer.Argument(help="another one (B)")],
-    json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False,
+    first: Annotated[Path, typer.Argument(help="Directory of the first evaluation (A).")],
+    second: Annotated[Path, typer.Argument(help="Directory of the second evaluation (B).")],
+    json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
 ) -> None:
-    """Compare two evaluations of the same problems, by a paired test over problems."""
+    """Compare two evaluations of the same problems with a paired test over problems."""
     from rstar2.evaluate.compare import compare as compare_results
     from rstar2.evaluate.show import compare_table
     from rstar2.evaluate.store import read_results
@@ -142,13 +167,13 @@ def compare(
     tables().print(compare_table(one, other, rows))
 
 
-# --------------------------------------------------------------------------- what was asked
+# --------------------------------------------------------------------------- options
 
 
 def base_recipe(
     model: Path | None, directory: Path | None, overrides: list[str], engine: str | None
 ) -> Recipe:
-    """The recipe of the run that a checkpoint is from, else the defaults; with overrides."""
+    """The recipe of the run that made the checkpoint, or the defaults; with overrides applied."""
     places = [p / "recipe.yaml" for p in (model, directory and directory.parent.parent) if p]
     recipe_file = next((place for place in places if place.is_file()), None)
     if engine is not None:
@@ -164,7 +189,7 @@ def base_recipe(
 def resolve(
     preset: str | None, recipe: Recipe, directory: Path | None, on: list[str], *, greedy: bool
 ) -> tuple[EvalOptions, list[str]]:
-    """Settings and sets of a preset, before options change them."""
+    """The settings and benchmarks of a preset, before the options override them."""
     asked, sets = EvalOptions(), on
     if preset == "paper":
         asked, sets = PAPER, on or list(PAPER_SETS)
@@ -184,18 +209,20 @@ def resolve(
         )
         sets = on or [config.problems]
     elif preset is not None:
-        raise UserError(f"--preset {preset!r}: paper or run")
+        raise UserError(f"--preset {preset!r}: use paper or run")
     if greedy:
         asked = replace(asked, samples=1, temperature=0.0)
     if not sets:
-        raise UserError("--on says which benchmarks (or --preset paper takes the paper's)")
+        raise UserError(
+            "name a benchmark with --on, or use --preset paper for the benchmarks of the paper"
+        )
     return asked, sets
 
 
 def recorded_set(
     directory: Path | None, asked: EvalOptions, count: int | None
 ) -> list[Benchmark] | None:
-    """The problems that a run was itself evaluated on, as it recorded them; None if it did not."""
+    """The evaluation problems that a run recorded, or None if it recorded none."""
     from rstar2.evaluate.benchmarks import Benchmark
     from rstar2.record import read_groups
 

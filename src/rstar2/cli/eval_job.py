@@ -1,4 +1,4 @@
-"""One evaluation from the command line: opened, swept with a progress bar, concluded."""
+"""One evaluation from the command line: open its directory, generate answers, print results."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ T = TypeVar("T")
 DEFAULT_LENGTH = 8192
 ENDPOINT_CONCURRENCY = 32
 WIDTH = 150
-"""Columns of a table that goes to a file or a pipe."""
+"""Columns of a table when stdout is a file or a pipe."""
 
 progress = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True)
 class EvalOptions:
-    """How answers are drawn: preset first, options over it."""
+    """How answers are sampled: the preset, overridden by the options."""
 
     samples: int = 1
     temperature: float = 0.6
@@ -49,19 +49,19 @@ class EvalOptions:
 
 
 def load_sets(sets: list[str], count: int | None) -> list[Benchmark]:
-    """Read all benchmarks, before anything starts."""
+    """Read all benchmarks before anything starts."""
     from rstar2.evaluate.benchmarks import load_benchmark
 
     loaded = [load_benchmark(text, count) for text in sets]
     names = [benchmark.name for benchmark in loaded]
     if len(set(names)) != len(names):
-        raise UserError(f"--on: {', '.join(names)}: each needs its own name (NAME=FILE)")
+        raise UserError(f"--on: {', '.join(names)}: give each its own name (NAME=FILE)")
     return loaded
 
 
 @dataclass(frozen=True, slots=True)
 class EvalJob:
-    """One evaluation: what answers which problems, and how."""
+    """One evaluation: a model or endpoint, the benchmarks, and how answers are sampled."""
 
     recipe: Recipe
     asked: EvalOptions
@@ -73,7 +73,7 @@ class EvalJob:
 
     @property
     def model_name(self) -> str:
-        """What people call the model: run/export, directory, or the endpoint's name for it."""
+        """Name of the model: run/export, directory, or its name at the endpoint."""
         if self.directory is None:
             return self.served_model or str(self.url)
         parent = self.directory.parent
@@ -83,13 +83,13 @@ class EvalJob:
 
     @property
     def label(self) -> str:
-        """A directory's name that tells evaluations apart."""
+        """Default name of the evaluation directory."""
         words = [self.model_name, *(b.name for b in self.benchmarks), f"k{self.asked.samples}"]
         text = "-".join([*words, *(["greedy"] if self.asked.temperature == 0 else [])])
         return "".join(c if c.isalnum() or c in "._-" else "-" for c in text).strip("-")
 
     def settings(self, template: dict[str, Any]) -> EvalSettings:
-        """What every answer depends on."""
+        """Everything that an answer depends on."""
         from rstar2.evaluate.answerers import fingerprint
         from rstar2.evaluate.store import EvalSettings
 
@@ -113,7 +113,7 @@ class EvalJob:
         )
 
     def execute(self, path: Path, concurrency: int | None) -> Path:
-        """Answer what is missing, then write the results; returns the directory."""
+        """Generate the missing answers, write the results and return the directory."""
         from rstar2.evaluate.store import EvalDirectory
         from rstar2.evaluate.sweep import missing_tasks, score_answers
 
@@ -128,7 +128,7 @@ class EvalJob:
         return path
 
     def answerer(self) -> tuple[AbstractAsyncContextManager[Answerer], dict[str, Any]]:
-        """What will answer (not opened yet), and the template it is asked with."""
+        """The answerer (not opened yet) and the settings of its chat template."""
         from rstar2.evaluate import answerers
 
         if self.directory is None:
@@ -158,7 +158,7 @@ class EvalJob:
         answerer: AbstractAsyncContextManager[Answerer],
         concurrency: int | None,
     ) -> None:
-        """Answer the tasks with a progress bar; says what is lost, and how to go on."""
+        """Answer the tasks with a progress bar, and report lost rollouts."""
         from rstar2.agent.loop import RolloutSpec
         from rstar2.evaluate.show import AnswerProgress
         from rstar2.evaluate.sweep import sweep
@@ -187,11 +187,13 @@ class EvalJob:
             lost = supervised(answer)
         if lost:
             names = ", ".join(f"{name} x{n}" for name, n in lost.items())
-            progress.print(f"[yellow]lost to infrastructure: {names}; the same command tries again")
+            progress.print(
+                f"[yellow]lost to infrastructure: {names}; run the same command to retry"
+            )
 
 
 def supervised(work: Callable[[], Awaitable[T]]) -> T:
-    """Run until done; a signal stops it in order, and says how to go on."""
+    """Run to the end. SIGINT or SIGTERM stops in order and prints how to resume."""
     stopped: list[signal.Signals] = []
 
     async def main() -> T:
@@ -212,7 +214,7 @@ def supervised(work: Callable[[], Awaitable[T]]) -> T:
         if not stopped:
             raise
         again = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-        progress.print(f"stopped. To go on: [bold]{again}[/]")
+        progress.print(f"stopped. To resume: [bold]{again}[/]")
         raise typer.Exit(128 + stopped[0]) from None
 
 
@@ -220,7 +222,7 @@ def supervised(work: Callable[[], Awaitable[T]]) -> T:
 
 
 def rescored(path: Path, on: list[str]) -> Path:
-    """Grade the answers of an evaluation again; `on` gives sets whose truths have changed."""
+    """Grade the answers of an evaluation again; `on` names sets whose reference answers changed."""
     from rstar2.codeenv.client.client import CodeEnvClient
     from rstar2.config import CodeEnvConfig
     from rstar2.evaluate.show import AnswerProgress
@@ -230,7 +232,7 @@ def rescored(path: Path, on: list[str]) -> Path:
     settings = read_settings(path)
     changed = {b.name: b for b in load_sets(on, None)} if on else {}
     if unknown := changed.keys() - settings.benchmarks.keys():
-        raise UserError(f"--on {', '.join(unknown)}: not evaluated in {path}")
+        raise UserError(f"--on {', '.join(unknown)}: {path} has no answers for it")
     sets = {
         name: changed[name].problems if name in changed else None for name in settings.benchmarks
     }
@@ -253,12 +255,12 @@ def rescored(path: Path, on: list[str]) -> Path:
 
 
 def tables() -> Console:
-    """Where tables go: as wide as the terminal, or wide enough for all columns."""
+    """A console for tables: as wide as the terminal, or wide enough for all columns."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
 
 
 def conclude(path: Path, *, json: bool) -> None:
-    """Write the page; print the table, or everything as JSON; exit 1 if answers are missing."""
+    """Write the report, print the table or JSON, and exit with 1 if answers are missing."""
     from rstar2.evaluate.page import write_page
     from rstar2.evaluate.show import score_table
     from rstar2.evaluate.store import read_results

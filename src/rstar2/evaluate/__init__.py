@@ -1,1 +1,1 @@
-"""How good a policy is: rollouts on held-out problems, and what may be concluded from them."""
+"""Evaluation: rollouts on held-out problems, scores with confidence intervals, comparisons."""

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from rstar2.agent.template import Template
 
 EDGE = 1 << 20
-"""Bytes at each end of a weight file that its fingerprint covers, besides its size."""
+"""Bytes at each end of a weight file that its fingerprint covers, in addition to its size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One answer to be had."""
+    """One answer to generate."""
 
     benchmark: str
     problem: Problem
@@ -45,14 +45,14 @@ class Task:
 
 
 class Answerer(Protocol):
-    """Rolls a problem out and has it graded; returns it with the tokens of its completion."""
+    """Generates and grades one answer; returns it with the number of completion tokens."""
 
     async def answer(self, task: Task, spec: RolloutSpec) -> tuple[Trajectory, int]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class FleetAnswerer:
-    """The loop, fleet and grader of training."""
+    """Answers with the agent loop, fleet and grader of training."""
 
     runner: GroupRunner
 
@@ -72,10 +72,10 @@ class FleetAnswerer:
 
 @dataclass(slots=True)
 class MeteredChat:
-    """A chat model whose completions, tool responses included, share one budget of tokens.
+    """A chat model with one token budget for all turns of a rollout, tool responses included.
 
-    The server counts: what the messages of a turn have beyond those of the turn before is what was
-    added since. A server that gives no counts is not held to the budget as a whole.
+    The server counts the tokens: the growth of the prompt since the first turn is what was added.
+    If a server reports no counts, only the limit of each turn applies.
     """
 
     model: ChatModel
@@ -94,7 +94,7 @@ class MeteredChat:
         deadline_s: float,
         on_text: OnText | None,
     ) -> Reply:
-        """One turn, within what is left."""
+        """Generate one turn within the remaining budget."""
         left = self.budget - self.used
         if left <= 0:
             return Reply("", Finish.LENGTH)
@@ -115,7 +115,7 @@ class MeteredChat:
 
 @dataclass(frozen=True, slots=True)
 class EndpointAnswerer:
-    """The same parser, tools and grader over an endpoint that speaks text.
+    """Answers with the same parser, tools and grader over a chat endpoint.
 
     `spec.max_length` bounds the completion here: the endpoint's tokenizer is not ours, so the
     length of its prompt is known only afterwards.
@@ -165,7 +165,7 @@ class ChatEndpoint:
 
 
 def fingerprint(directory: Path) -> str:
-    """What tells two checkpoints apart, without reading them whole."""
+    """Identify the weights of a checkpoint without reading them completely."""
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     for file in sorted(directory.glob("*.safetensors")):
         size = file.stat().st_size
@@ -178,15 +178,15 @@ def fingerprint(directory: Path) -> str:
 
 
 def load_template(directory: Path, asked: TemplateConfig | None) -> Template:
-    """The template of a checkpoint: as asked, else as it was trained, else the paper's."""
-    from transformers import AutoTokenizer  # heavy, like torch: only when it is needed
+    """The template of a checkpoint: as requested, else as trained, else the paper's."""
+    from transformers import AutoTokenizer  # slow to import: only on use
 
     from rstar2.agent.template import Template, settings_of
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise UserError(f"{directory}: no tokenizer found there: {error}") from error
+        raise UserError(f"{directory}: no tokenizer there: {error}") from error
     return Template(tokenizer, asked or settings_of(tokenizer) or TemplateConfig())
 
 
@@ -194,7 +194,7 @@ def load_template(directory: Path, asked: TemplateConfig | None) -> Template:
 async def open_fleet(
     recipe: Recipe, scheduler: SchedulerConfig, directory: Path, template: Template
 ) -> AsyncIterator[Answerer]:
-    """Engines with the weights of a directory, behind the scheduler."""
+    """Start engines with the weights of a directory, behind the scheduler."""
     from rstar2.engine.make import make_engines
 
     engines = make_engines(recipe, directory)
@@ -220,7 +220,7 @@ async def open_fleet(
 async def open_endpoint(
     recipe: Recipe, endpoint: ChatEndpoint, template: TemplateConfig
 ) -> AsyncIterator[Answerer]:
-    """An endpoint that speaks text."""
+    """Connect to a chat endpoint."""
     from rstar2.engine.openai import OpenAIChat
 
     async with AsyncExitStack() as stack:

@@ -1,12 +1,12 @@
-"""The evaluation sets by name, each at a pinned revision of its publisher's data set.
+"""Benchmarks by name, each pinned to a revision of its publisher's data set.
 
-    aime24                  from the hub, as the table says
+    aime24                  from the hub, as listed in PUBLISHED
     aime24=FILE             the same set from a file with the publisher's fields
-    FILE, NAME=FILE         any file: problems of rstar2, or rows that a reader recognises
+    FILE, NAME=FILE         any file of rstar2 problems, or of rows that a reader recognises
     arithmetic              the held-out problems of the embedded task
 
-An evaluation set is read whole or not at all: a row that cannot be read, a truth that its grader
-cannot check, or a wrong number of rows is an error, as it would change what a score means.
+A benchmark is read completely or not at all. A row that cannot be read, a reference answer that its
+grader cannot check, or a wrong number of rows is an error, because it would change the score.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from rstar2.seeds import derive_seed
 from rstar2.types import Problem, encode
 
 ARITHMETIC_COUNT = 240
-"""Held-out problems of the embedded task unless a count is given: as many as its recipe uses."""
+"""Default number of held-out problems of the embedded task, as in its recipe."""
 OWN_FIELDS = {field.name for field in dataclasses.fields(Problem)}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Where an evaluation set is published, and what its rows look like."""
+    """Where a benchmark is published, and which reader its rows need."""
 
     hub: str
     """NAME[#CONFIG][@REVISION][:SPLIT], as `rstar2 data` takes it after `hub:`."""
@@ -62,13 +62,13 @@ PUBLISHED = {
         "Idavidrein/gpqa#gpqa_diamond@633f5ee89ab8ad4522a9f850766b73f62147ffdd:train", "gpqa", 198
     ),
 }
-"""HMMT's publisher corrects its set in place, and no revision of it is pinned here. GPQA is gated:
-the hub wants an account that has agreed to its terms."""
+"""HMMT is not pinned: its publisher corrects the set in place. GPQA is gated: the hub requires an
+account that has accepted its terms."""
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A named set of problems, as it was read."""
+    """A named set of problems."""
 
     name: str
     source: str
@@ -76,7 +76,7 @@ class Benchmark:
 
     @property
     def digest(self) -> str:
-        """What tells two versions of a set apart: its questions, truths and graders, in order."""
+        """Identifies a version of the set: ids, prompts, answers and graders, in order."""
         digest = hashlib.sha256()
         for problem in self.problems:
             digest.update(encode([problem.id, problem.prompt, problem.answer, problem.grader]))
@@ -84,7 +84,7 @@ class Benchmark:
 
 
 def load_benchmark(text: str, count: int | None = None) -> Benchmark:
-    """Read an evaluation set as the command line names it, its first `count` problems."""
+    """Read a benchmark as named on the command line, or its first `count` problems."""
     name, equals, source = text.partition("=")
     if not equals:
         known = text in PUBLISHED or text == ARITHMETIC
@@ -110,7 +110,7 @@ def load_benchmark(text: str, count: int | None = None) -> Benchmark:
 def _read(name: str, place: str, published: Published | None) -> Iterator[Problem]:
     rows = list(_whole(place))
     if not rows:
-        raise DataError(f"{place}: holds no problem")
+        raise DataError(f"{place}: contains no problem")
     if published is None and rows[0].fields.keys() <= OWN_FIELDS:
         yield from read_jsonl(Path(place))
         return
@@ -133,7 +133,7 @@ def _whole(place: str) -> Iterator[DataRow]:
 
 
 def _reader(fields: Mapping[str, Any], published: Published | None) -> str:
-    """The publisher's own reader, unless the file has other fields (another port of the set)."""
+    """The publisher's reader, unless the file has the fields of another port of the set."""
     if "Correct Answer" in fields:
         return "gpqa"
     recognised = recognise(fields)
@@ -148,12 +148,12 @@ _WRONG = tuple(f"Incorrect Answer {number}" for number in (1, 2, 3))
 
 
 def gpqa_problem(row: DataRow, source: str) -> Problem:
-    """A question with four lettered options, in an order that depends on the question alone."""
+    """A question with four lettered options, shuffled by a seed from the question alone."""
     texts = {}
     for name in ("Question", "Correct Answer", *_WRONG):
         value = row.fields.get(name)
         if not isinstance(value, str) or not value.strip():
-            raise MalformedRow(f"field {name!r} is missing or no text")
+            raise MalformedRow(f"field {name!r} is missing or not text")
         texts[name] = value.strip()
     options = [texts["Correct Answer"], *(texts[name] for name in _WRONG)]
     order = list(range(4))

@@ -1,10 +1,10 @@
-"""Two evaluations of the same problems, side by side: is one better, or is it chance?
+"""Compare two evaluations of the same problems with a paired test.
 
-Problems are the pairs. The test flips the signs of their differences (a permutation test: under
-the null hypothesis both policies are exchangeable on each problem); with one answer a problem it
-is McNemar's exact test. Up to 2^16 sign patterns are counted in full, beyond that 20,000 are drawn
-by a fixed seed. The interval of the mean difference is a percentile bootstrap over problems. It
-says nothing about how lucky the choice of problems was for both alike.
+Problems are the pairs. The test is a sign-flip permutation test on the differences: under the null
+hypothesis both policies are exchangeable on each problem. With one answer per problem it equals
+McNemar's exact test. Up to 2^16 sign patterns are enumerated; beyond that, 20,000 are drawn with a
+fixed seed. The interval of the mean difference is a percentile bootstrap over problems. It does not
+cover the choice of the problems, which both evaluations share.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DRAWS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """B against A on one benchmark; differences are B - A."""
+    """B compared with A on one benchmark; differences are B - A."""
 
     benchmark: str
     problems: int
@@ -35,25 +35,25 @@ class Paired:
     difference: Estimate
     p: float
     better: int
-    """Problems that B solves more often."""
+    """Number of problems that B solves more often."""
     worse: int
     tokens: Estimate
-    """Difference in completion tokens an answer."""
+    """Difference in completion tokens per answer."""
 
 
 def compare(first: EvalResults, second: EvalResults) -> list[Paired]:
-    """One row per benchmark that both have, over the problems that both have answered."""
+    """One row per common benchmark, over the problems that both evaluations answered."""
     names = [name for name in first.scores if name in second.scores]
     if not names:
         raise UserError(
-            f"nothing to compare: one has {', '.join(first.scores)}, "
-            f"the other {', '.join(second.scores)}"
+            f"no benchmark in common: A has {', '.join(first.scores)}, "
+            f"B has {', '.join(second.scores)}"
         )
     for name in names:
         if first.settings.benchmarks.get(name) != second.settings.benchmarks.get(name):
             raise UserError(
-                f"{name}: the two were evaluated on different problems (another version, count or "
-                "order of the set)"
+                f"{name}: A and B used different problems (another version, count or order of "
+                "the set): evaluate both on the same file"
             )
     return [paired(first.scores[name], second.scores[name]) for name in names]
 
@@ -63,7 +63,7 @@ def paired(first: BenchmarkScore, second: BenchmarkScore) -> Paired:
     theirs = {row.id: row for row in second.problems}
     pairs = [(row, theirs[row.id]) for row in first.problems if row.id in theirs]
     if not pairs:
-        raise UserError(f"{first.benchmark}: no problem was answered by both")
+        raise UserError(f"{first.benchmark}: A and B answered no problem in common")
     shares = [(a.correct / a.answers, b.correct / b.answers) for a, b in pairs]
     differences = [b - a for a, b in shares]
     return Paired(
@@ -80,7 +80,7 @@ def paired(first: BenchmarkScore, second: BenchmarkScore) -> Paired:
 
 
 def sign_flip_p(differences: Sequence[float], *, seed: int = 0) -> float:
-    """Two-sided p of a mean difference this far from 0, if signs were a coin's."""
+    """Two-sided p-value of the mean difference under random signs."""
     moved = [d for d in differences if d]
     if not moved:
         return 1.0

@@ -1,8 +1,9 @@
-"""From graded rollouts to figures with intervals. Pure, and seeded where it resamples.
+"""Figures with confidence intervals from graded rollouts. Pure; resampling is seeded.
 
-A problem is the unit of independence: k answers to one problem are averaged first (avg@k), and the
-interval is taken over problems. Where every problem is either solved or not it is Wilson's; else a
-percentile bootstrap over problems, which needs no assumption on how the k answers hang together.
+Problems are the independent units: the k answers to one problem are averaged first (avg@k), and the
+interval is over problems. If every problem is either solved or not, it is a Wilson interval.
+Otherwise it is a percentile bootstrap over problems, which makes no assumption about how the k
+answers correlate.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from scipy.special import ndtri
+
 from rstar2.types import Estimate, Evaluation, Group, Outcome, Trajectory
 
-Z95 = 1.959963984540054
+Z95 = float(ndtri(0.975))
+"""Two-sided 95% quantile of the normal distribution."""
 RESAMPLES = 2000
 
 
@@ -44,14 +48,14 @@ def bootstrap(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMP
 
 
 def average_at_k(groups: Iterable[Group]) -> Estimate:
-    """Mean over problems of the share of correct answers; problems without a reward are out."""
+    """Mean over problems of the share of correct answers; those without a reward are excluded."""
     return shares([math.fsum(g.rewards) / len(g.rewards) for g in groups if g.rewards])
 
 
 def shares(values: Sequence[float]) -> Estimate:
-    """Mean of a share per problem, with the interval that suits it."""
+    """Mean of one share per problem: Wilson if all are 0 or 1 or equal, else bootstrap."""
     whole = all(value in (0.0, 1.0) for value in values)
-    if whole or len(set(values)) == 1:  # the bootstrap cannot see beyond what it has
+    if whole or len(set(values)) == 1:  # a bootstrap of equal values has no width
         return wilson(math.fsum(values), len(values))
     return bootstrap(values)
 
@@ -63,12 +67,12 @@ def pass_at_k(groups: Iterable[Group], k: int) -> Estimate:
 
 
 def at_least_one(count: int, correct: int, k: int) -> float:
-    """The probability that k of `count` answers, drawn without replacement, hold a correct one."""
+    """Probability that k of `count` answers, drawn without replacement, include a correct one."""
     return 1.0 - math.comb(count - correct, k) / math.comb(count, k)
 
 
 def ratio(numerator: float, denominator: float) -> float | None:
-    """A share, or None where there is nothing to share."""
+    """numerator / denominator, or None if the denominator is 0."""
     return numerator / denominator if denominator else None
 
 
@@ -86,7 +90,7 @@ def valid_calls(trajectories: Iterable[Trajectory]) -> float | None:
 
 
 def mean(values: Iterable[float]) -> float:
-    """Arithmetic mean; 0.0 of nothing."""
+    """Arithmetic mean; 0.0 for no values."""
     listed = tuple(values)
     return math.fsum(listed) / len(listed) if listed else 0.0
 
@@ -94,7 +98,7 @@ def mean(values: Iterable[float]) -> float:
 def summarise(
     groups: Sequence[Group], *, stage: str, step: int, mode: str, wall_s: float = 0.0
 ) -> Evaluation:
-    """Everything the end table says of one policy in one mode."""
+    """All figures of one policy in one mode, as the final table shows them."""
     by_kind: defaultdict[str, list[Group]] = defaultdict(list)
     for group in groups:
         if group.problem.kind:

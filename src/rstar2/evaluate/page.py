@@ -1,4 +1,4 @@
-"""report.html of an evaluation: self-contained, in the style of a run's report, all escaped."""
+"""Write report.html of an evaluation: self-contained, styled like a run's report, all escaped."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from rstar2.report.table import share
 from rstar2.types import Problem
 
 SHOWN = 3
-"""Right and wrong answers shown of each benchmark, at most."""
+"""Most right and most wrong answers shown per benchmark."""
 SEARCHED = 400
-"""Answers that are looked through for them."""
+"""Answers that are searched for them."""
 LISTED = 200
 """Problems listed one by one, hardest first."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """One answer, ready to be read."""
+class ShownAnswer:
+    """One answer as the page shows it."""
 
     problem: Problem
     correct: bool
@@ -46,7 +46,7 @@ class Shown:
 
 
 def write_page(path: Path) -> Path:
-    """Write report.html from what the directory holds."""
+    """Write report.html from the files in the directory."""
     results = read_results(path)
     shown = {name: list(examples(path, name)) for name in results.scores}
     page = path / "report.html"
@@ -54,8 +54,10 @@ def write_page(path: Path) -> Path:
     return page
 
 
-def render(results: EvalResults, environment: dict[str, Any], shown: dict[str, list[Shown]]) -> str:
-    """The page as text."""
+def render(
+    results: EvalResults, environment: dict[str, Any], shown: dict[str, list[ShownAnswer]]
+) -> str:
+    """Render the page as HTML."""
     jinja = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -98,7 +100,12 @@ def figures(scores: Sequence[BenchmarkScore]) -> Iterator[Figure]:
         chart = svg.line_chart(
             series, title="pass@k", y_format=svg.percent, y_range=(0.0, 1.0), x_name="k"
         )
-        yield Figure("pass@k", "One of k answers is right; unbiased, bands are 95%.", chart, legend)
+        yield Figure(
+            "pass@k",
+            "Unbiased estimate that at least one of k answers is right. Bands are 95% intervals.",
+            chart,
+            legend,
+        )
     for score in scores:
         if len(score.kinds) > 1:
             rows = [
@@ -111,8 +118,8 @@ def figures(scores: Sequence[BenchmarkScore]) -> Iterator[Figure]:
             )
 
 
-def examples(path: Path, benchmark: str) -> Iterator[Shown]:
-    """Some wrong answers, then some right ones, each to another problem."""
+def examples(path: Path, benchmark: str) -> Iterator[ShownAnswer]:
+    """A few wrong answers, then a few right ones, each to a different problem."""
     problems = {problem.id: problem for problem in read_problems(path, benchmark)}
     by_verdict: dict[bool, dict[str, GradedAnswer]] = {False: {}, True: {}}
     for answer in islice(read_answers(path, benchmark), SEARCHED):
@@ -121,7 +128,7 @@ def examples(path: Path, benchmark: str) -> Iterator[Shown]:
             kept.setdefault(answer.problem_id, answer)
     for answer in (*by_verdict[False].values(), *by_verdict[True].values()):
         trajectory = answer.trajectory
-        yield Shown(
+        yield ShownAnswer(
             problems[answer.problem_id],
             trajectory.correct,
             trajectory.answer,

@@ -27,7 +27,7 @@ async def answer_all(
     spec: RolloutSpec,
     on_problem: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Group, ...]:
-    """`samples` answers to every problem, all at once; groups in the order of the problems."""
+    """Draw `samples` answers to every problem concurrently; groups keep the order of problems."""
     done = 0
 
     async def one(index: int, problem: Problem) -> Group:
@@ -58,7 +58,7 @@ async def evaluate(
     spec: RolloutSpec,
     on_problem: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Evaluation, tuple[Group, ...]]:
-    """One mode of one evaluation: the figures and the rollouts they come from."""
+    """Evaluate one mode: return the figures and the rollouts behind them."""
     started = monotonic()
     groups = await answer_all(
         runner,

@@ -1,13 +1,13 @@
-"""From answers to the figures of one benchmark. Pure, and seeded where it resamples.
+"""Compute the score of one benchmark from its answers. Pure; resampling is seeded.
 
 - avg@k: the mean over problems of the share of right answers.
-- pass@j: the unbiased estimate that one of j answers is right, from all k of them.
-- maj@k: whether the answer given most often is right; tied answers share the vote, a rollout
-  without an answer does not vote. Two answers are one vote if they are spelt alike once spacing,
-  \\left, \\right, $ and the like are gone (integers and choices: if they are the same), so algebra
-  that only the grader could see through splits the vote, of right and wrong answers alike.
+- pass@j: the unbiased estimate that one of j answers is right, from all k answers.
+- maj@k: whether the most frequent answer is right. Tied answers share the vote; a rollout without
+  an answer does not vote. Two answers are the same vote if they are spelt alike after spacing,
+  \\left, \\right, $ and similar are removed (integers and choices: if their values are equal).
+  Equivalent algebra that only the grader would recognise splits the vote, right or wrong.
 
-Everything but the shares of tool calls weighs problems equally and takes its interval over them.
+Every figure except the tool-call rates weights problems equally, with intervals over problems.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class GradedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSummary:
-    """All that the figures need of one answer."""
+    """The part of one graded answer that the figures need."""
 
     problem_id: str
     sample: int
@@ -52,20 +52,20 @@ class AnswerSummary:
 
 @dataclass(frozen=True, slots=True)
 class ProblemScore:
-    """How one problem went."""
+    """The score of one problem."""
 
     id: str
     kind: str
     answers: int
     correct: int
     majority: float
-    """1 if the most frequent answer is right, 0 if not; the right share of a tie."""
+    """1 if the most frequent answer is right, 0 if not; in a tie, the share that is right."""
     mean_tokens: float
 
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkScore:
-    """What one policy does on one benchmark."""
+    """The score of one policy on one benchmark."""
 
     benchmark: str
     samples: int
@@ -80,7 +80,7 @@ class BenchmarkScore:
     calls: float
     """Calls per answer."""
     tool_errors: float | None
-    """Failed calls / calls; None if there was no call, as in the next two."""
+    """Failed calls / calls. None if there was no call; the same holds for the next two."""
     failing_calls_in_correct: float | None
     valid_calls: float | None
     """Calls that could be executed / calls."""
@@ -90,23 +90,23 @@ class BenchmarkScore:
     kinds: Mapping[str, Estimate]
     problems: tuple[ProblemScore, ...]
     missing: int = 0
-    """Answers that are not there: lost to infrastructure, or not generated yet."""
+    """Answers that were lost to infrastructure or not generated yet."""
     wall_s: float = 0.0
     settled: Mapping[str, int] = field(default_factory=dict)
-    """Verdicts that a re-scoring changed: `to_right`, `to_wrong`."""
+    """Grades that a rescoring changed: `to_right`, `to_wrong`."""
 
 
 NOTHING = Estimate(0.0, 0.0, 1.0, 0)
-"""Of no problem: anything is possible (and JSON knows no NaN)."""
+"""The estimate over no problem: no information (and JSON has no NaN)."""
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """A share per problem, averaged; NOTHING if no problem has one."""
+    """The mean of one share per problem; NOTHING if there is no problem."""
     return shares(values) if values else NOTHING
 
 
 def summarise_answer(answer: GradedAnswer, grader: str) -> AnswerSummary:
-    """What counts of an answer that was graded."""
+    """Reduce a graded answer to what the figures need."""
     trajectory = answer.trajectory
     assert trajectory.reward is not None
     return AnswerSummary(
@@ -122,7 +122,7 @@ def summarise_answer(answer: GradedAnswer, grader: str) -> AnswerSummary:
 
 
 def vote(answer: str | None, grader: str) -> str | None:
-    """An answer as it is counted in a majority."""
+    """The normal form of an answer that majority voting compares."""
     if answer is None:
         return None
     known = as_choice(answer) if grader == "choice" else as_integer(answer)
@@ -132,19 +132,19 @@ def vote(answer: str | None, grader: str) -> str | None:
 
 
 def majority(summaries: Iterable[AnswerSummary]) -> float:
-    """The right share of the most frequent answers to one problem."""
+    """Share of right answers among the most frequent answers to one problem."""
     votes: defaultdict[str, list[bool]] = defaultdict(list)
     for one in summaries:
         if one.vote is not None:
             votes[one.vote].append(one.correct)
     most = max(map(len, votes.values()), default=0)
     winners = [cast for cast in votes.values() if len(cast) == most]
-    # Verdicts under one spelling can differ where a rollout was cut off after its answer.
+    # Grades of one spelling can differ: a rollout may be cut off after its answer.
     return mean(2 * sum(cast) > len(cast) for cast in winners)
 
 
 def powers(samples: int) -> list[int]:
-    """The j of pass@j that are worth showing: powers of two, and k itself."""
+    """The values of j for pass@j: powers of two up to k, and k itself."""
     return sorted({1 << i for i in range(samples.bit_length())} | {samples})
 
 
@@ -157,7 +157,7 @@ def score(
     wall_s: float = 0.0,
     settled: Mapping[str, int] | None = None,
 ) -> BenchmarkScore:
-    """The figures of one benchmark; problems without an answer are counted as missing only."""
+    """The score of one benchmark; problems without an answer only count as missing."""
     by_id: defaultdict[str, list[AnswerSummary]] = defaultdict(list)
     for one in summaries:
         if one.sample < samples:

@@ -1,8 +1,8 @@
-"""Evaluations on the terminal: progress while answers come, the table of figures, a comparison."""
+"""Evaluations on the terminal: progress bar, table of scores, table of a comparison."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -25,11 +25,11 @@ from rstar2.evaluate.store import EvalResults
 from rstar2.report.table import accuracy, clock, share
 
 LINES = 10
-"""Lines of progress that a log gets, where there is no terminal."""
+"""Progress lines printed if stderr is not a terminal."""
 
 
 class AnswerProgress:
-    """A bar on a terminal, some lines elsewhere: answers, and how many of the new are right."""
+    """A progress bar on a terminal, a few lines elsewhere: answers and their accuracy."""
 
     def __init__(self, console: Console, total: int, done: int) -> None:
         self._console, self._total, self._done = console, total, done
@@ -47,7 +47,7 @@ class AnswerProgress:
         self._task = self._bar.add_task("", total=total, completed=done)
 
     def answered(self, answer: GradedAnswer) -> None:
-        """One more answer is on record."""
+        """Count one more answer."""
         self._new += 1
         self._right += answer.trajectory.correct
         self._tokens += answer.tokens
@@ -61,7 +61,7 @@ class AnswerProgress:
     def __enter__(self) -> Self:
         self._bar.start()
         if self._done:
-            self._console.print(f"{self._done} of {self._total} answers are on record already")
+            self._console.print(f"{self._done} of {self._total} answers are already recorded")
         return self
 
     def __exit__(
@@ -74,11 +74,11 @@ class AnswerProgress:
 
 
 def score_table(results: EvalResults) -> Group:
-    """One row per benchmark; then how answers ended and what calls came to."""
+    """One row per benchmark, then stop reasons and tool-call outcomes."""
     settings = results.settings
     k = settings.samples
     table = Table(
-        title=f"{settings.model}: {k} answer{'s' if k > 1 else ''} a problem, temperature "
+        title=f"{settings.model}: {k} answer{'s' if k > 1 else ''} per problem, temperature "
         f"{settings.temperature:g}, {settings.max_length} tokens, {settings.max_turns} turns",
         box=box.SIMPLE_HEAD,
         title_justify="left",
@@ -91,9 +91,9 @@ def score_table(results: EvalResults) -> Group:
         "tokens",
         "turns",
         "calls",
-        "tool\nerrors",
-        "failing calls\nin correct",
-        "cut",
+        "tool-error\nrate",
+        "in correct\nrollouts",
+        "truncated",
         "time",
     ]
     for name in names:
@@ -118,20 +118,19 @@ def score_table(results: EvalResults) -> Group:
 def _details(score: BenchmarkScore) -> str:
     parts = [_counts("ended", score.stops), _counts("calls", score.outcomes)]
     if score.settled:
-        parts.append(_counts("verdicts changed", score.settled))
+        parts.append(_counts("grades changed", score.settled))
     if score.missing:
-        parts.append(f"{score.missing} answers are missing")
+        parts.append(f"{score.missing} answers missing")
     return f"{score.benchmark}: " + "; ".join(part for part in parts if part)
 
 
-def _counts(name: str, counts: object) -> str:
-    assert hasattr(counts, "items")
+def _counts(name: str, counts: Mapping[str, int]) -> str:
     listed = ", ".join(f"{key.replace('_', ' ')} {n}" for key, n in counts.items())
     return f"{name}: {listed}" if listed else ""
 
 
 def compare_table(first: EvalResults, second: EvalResults, rows: Sequence[Paired]) -> Table:
-    """B against A, benchmark by benchmark."""
+    """B compared with A, one row per benchmark."""
     table = Table(
         title=f"A: {first.settings.model}   B: {second.settings.model}",
         box=box.SIMPLE_HEAD,

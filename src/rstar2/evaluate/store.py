@@ -1,19 +1,19 @@
-"""The directory of one evaluation: what was asked, every answer as soon as it is there, results.
+"""The directory of one evaluation: settings, answers (written as each one ends) and results.
 
     evals/NAME/
-      settings.json          what was asked; never changes but for the number of samples
+      settings.json          settings; only the number of samples may change
       environment.json       versions, machine, command
-      problems/<set>.jsonl   the problems, as they were read
+      problems/<set>.jsonl   the problems as they were read
       answers/<set>.jsonl    one line per graded answer, append-only, in the order they ended
       results.json           the figures (types: evaluate.scores.Score)
       report.html
       .lock                  held by the process that writes here
 
 Invariants
-- An answer is on record once: its line is handed to the system when it is complete, and (problem,
-  sample) that have one are never generated again. kill -9 loses only rollouts that had not ended.
-- Settings, problems and weights of a directory are those of all of its answers: another model or
-  another version of a set is refused by name.
+- Each answer is recorded once: its line is written when it is complete, and a (problem, sample)
+  that has a line is never generated again. kill -9 loses only rollouts that had not ended.
+- All answers in a directory have the same settings, problems and weights. Another model or another
+  version of a benchmark is refused, and the error names what changed.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ SETTINGS, RESULTS = "settings.json", "results.json"
 
 @dataclass(frozen=True, slots=True)
 class EvalSettings:
-    """All that an answer depends on."""
+    """Everything that an answer depends on."""
 
     model: str
     weights: str
-    """Fingerprint of the weights; of an endpoint, its name for the model."""
+    """Fingerprint of the weights, or the model name at an endpoint."""
     engine: str
     benchmarks: Mapping[str, str]
-    """Digest of the problems, by name."""
+    """Digest of the problems by benchmark."""
     samples: int
     temperature: float
     top_p: float
@@ -58,17 +58,17 @@ class EvalSettings:
     max_turns: int
     seed: int
     stream: str = ""
-    """Name under which seeds are derived; empty: that of the benchmark."""
+    """Name that seeds derive from; empty means the name of the benchmark."""
     template: Mapping[str, Any] = field(default_factory=dict)
     agent: Mapping[str, Any] = field(default_factory=dict)
     tool: Mapping[str, Any] = field(default_factory=dict)
-    """Limits of a call."""
+    """Limits of one tool call."""
     format: int = FORMAT
 
 
 @dataclass(frozen=True, slots=True)
 class EvalResults:
-    """What results.json holds."""
+    """The content of results.json."""
 
     settings: EvalSettings
     scores: Mapping[str, BenchmarkScore]
@@ -77,7 +77,7 @@ class EvalResults:
 
 
 class EvalDirectory:
-    """The one writer of an evaluation's directory; a context manager."""
+    """The only writer of an evaluation directory; a context manager."""
 
     def __init__(self, path: Path, settings: EvalSettings, lock: RunLock) -> None:
         self.path, self.settings, self._lock = path, settings, lock
@@ -86,7 +86,7 @@ class EvalDirectory:
 
     @classmethod
     def open(cls, path: Path, settings: EvalSettings, benchmarks: Iterable[Benchmark]) -> Self:
-        """Make a directory, or go on with one that was made for the same question."""
+        """Create a directory, or resume one with the same settings."""
         _refuse_foreign(path)
         path.mkdir(parents=True, exist_ok=True)
         lock = RunLock(path / ".lock")
@@ -104,7 +104,7 @@ class EvalDirectory:
         return cls(path, settings, lock)
 
     def done(self, benchmark: str) -> set[tuple[str, int]]:
-        """(problem, sample) that have an answer."""
+        """The (problem, sample) pairs that have an answer."""
         if benchmark not in self._done:
             file = answers_file(self.path, benchmark)
             if file.exists():
@@ -112,16 +112,16 @@ class EvalDirectory:
             keys = [(line.problem_id, line.sample) for line in read_lines(file, _Key)]
             self._done[benchmark] = set(keys)
             if len(keys) != len(self._done[benchmark]):
-                raise InvariantError(f"{file}: an answer is there twice")
+                raise InvariantError(f"{file}: an answer is recorded twice")
         return self._done[benchmark]
 
     def add(self, answer: GradedAnswer) -> None:
-        """Put a graded answer on record, out of reach of a kill."""
+        """Record a graded answer; a kill after this call does not lose it."""
         key, done = (answer.problem_id, answer.sample), self.done(answer.benchmark)
         if key in done:
             raise InvariantError(f"{answer.benchmark}: {key} was answered twice")
         if answer.trajectory.reward is None:
-            raise InvariantError(f"{answer.benchmark}: {key} has no verdict")
+            raise InvariantError(f"{answer.benchmark}: {key} has no reward")
         file = self._files.get(answer.benchmark)
         if file is None:
             file = JsonLines(answers_file(self.path, answer.benchmark))
@@ -162,7 +162,7 @@ class _Key(msgspec.Struct):
 
 
 def _slim(answer: GradedAnswer) -> GradedAnswer:
-    """Without what only training needs: at 30,000 tokens an answer it would be most of the file."""
+    """Drop what only training needs: it would be most of the file at 30,000 tokens per answer."""
     turns = tuple(_bare(turn) for turn in answer.trajectory.turns)
     return replace(answer, trajectory=replace(answer.trajectory, turns=turns))
 
@@ -175,17 +175,17 @@ def _bare(turn: Turn) -> Turn:
 
 
 def answers_file(path: Path, benchmark: str) -> Path:
-    """Where the answers to one benchmark are."""
+    """The file with the answers to one benchmark."""
     return path / "answers" / f"{benchmark}.jsonl"
 
 
 def read_answers(path: Path, benchmark: str) -> Iterator[GradedAnswer]:
-    """The answers on record, one at a time."""
+    """Stream the recorded answers."""
     return read_lines(answers_file(path, benchmark), GradedAnswer)
 
 
 def read_settings(path: Path) -> EvalSettings:
-    """What an evaluation was asked for."""
+    """Read the settings of an evaluation."""
     try:
         return decode((path / SETTINGS).read_bytes(), EvalSettings)
     except (OSError, msgspec.MsgspecError) as error:
@@ -193,16 +193,16 @@ def read_settings(path: Path) -> EvalSettings:
 
 
 def read_results(path: Path) -> EvalResults:
-    """The figures of an evaluation, from its directory or its results.json."""
+    """Read the results of an evaluation from its directory or its results.json."""
     file = path / RESULTS if path.is_dir() else path
     try:
         return decode(file.read_bytes(), EvalResults)
     except (OSError, msgspec.MsgspecError) as error:
-        raise UserError(f"{path} holds no results of an evaluation: {error}") from error
+        raise UserError(f"{path} has no evaluation results: {error}") from error
 
 
 def read_problems(path: Path, benchmark: str) -> tuple[Problem, ...]:
-    """The problems of a benchmark as they were when it was answered."""
+    """The problems of a benchmark as they were when they were answered."""
     problems = tuple(read_lines(path / "problems" / f"{benchmark}.jsonl", Problem))
     if not problems:
         raise UserError(f"{path} has no problems of {benchmark!r}")
@@ -210,7 +210,7 @@ def read_problems(path: Path, benchmark: str) -> tuple[Problem, ...]:
 
 
 def elapsed(path: Path, benchmark: str) -> float:
-    """Seconds in which at least one rollout ran; pauses between two runs are out."""
+    """Seconds in which at least one rollout ran; pauses between two runs do not count."""
     spans = sorted(
         (t.started_at, t.started_at + t.wall_s)
         for t in (answer.trajectory for answer in read_answers(path, benchmark))
@@ -231,7 +231,8 @@ def _refuse_foreign(path: Path) -> None:
         foreign = [name for name in foreign if not name.endswith((".new", "environment.json"))]
         if foreign:
             raise UserError(
-                f"{path} is not empty and no evaluation (it holds {foreign[0]}): use another --out"
+                f"{path} is not empty and not an evaluation (it contains {foreign[0]}): "
+                "use another --out"
             )
     elif path.exists() and not path.is_dir():
         raise UserError(f"--out {path} is a file")
@@ -245,7 +246,7 @@ def _write_problems(path: Path, benchmark: Benchmark) -> None:
 
 
 def _check_same(path: Path, settings: EvalSettings) -> None:
-    """Refuse another question in the same directory, naming what changed."""
+    """Refuse other settings in the same directory; the error names what changed."""
     before = flatten(msgspec.to_builtins(read_settings(path)))
     after = flatten(msgspec.to_builtins(settings))
     changed = [
@@ -255,7 +256,7 @@ def _check_same(path: Path, settings: EvalSettings) -> None:
     ]
     if changed:
         raise UserError(
-            f"{path} holds answers to another question:\n"
+            f"{path} has answers with other settings:\n"
             + "\n".join(changed[:8])
-            + "\nput the old values back to go on with it, or use another --out"
+            + "\nrestore the old values to resume it, or use another --out"
         )

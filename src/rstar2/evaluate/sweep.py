@@ -51,7 +51,7 @@ AT_ONCE = 256
 def missing_tasks(
     benchmarks: Sequence[Benchmark], settings: EvalSettings, directory: EvalDirectory
 ) -> Iterator[Task]:
-    """What is not on record yet, the samples of a problem next to each other."""
+    """The answers that are not recorded yet, in order of problems."""
     for benchmark in benchmarks:
         done = directory.done(benchmark.name)
         stream = settings.stream or f"eval/{benchmark.name}"
@@ -76,7 +76,7 @@ async def sweep(
     concurrency: int,
     on_answer: Callable[[GradedAnswer], None] = lambda answer: None,
 ) -> Counter[str]:
-    """Answer all tasks; returns the rollouts lost to infrastructure, by name."""
+    """Answer all tasks; returns how many rollouts were lost to infrastructure, by error name."""
     lost: Counter[str] = Counter()
     in_a_row = 0
     queue = iter(tasks)
@@ -107,7 +107,7 @@ async def sweep(
 
 
 def score_answers(path: Path, benchmarks: Sequence[str], samples: int) -> dict[str, BenchmarkScore]:
-    """The figures of each benchmark, by the verdicts on record."""
+    """The score of each benchmark from the recorded rewards."""
     scores = {}
     for name in benchmarks:
         problems = read_problems(path, name)
@@ -124,9 +124,9 @@ async def rescore(
     verifier: Verifier,
     on_answer: Callable[[GradedAnswer], None] = lambda answer: None,
 ) -> dict[str, BenchmarkScore]:
-    """The figures by the graders and truths of today; None takes the problems on record.
+    """Grade the recorded answers again; None for a benchmark means its recorded problems.
 
-    What the model answered is what was read from its text when it was generated.
+    The extracted answers are reused: nothing is parsed again from the text.
     """
     return {
         name: await _rescore_one(
@@ -152,7 +152,9 @@ async def _rescore_one(
     async def worker() -> None:
         for answer in answers:
             if answer.problem_id not in by_id:
-                raise DataError(f"{name} has no problem {answer.problem_id}, which was answered")
+                raise DataError(
+                    f"{name} has no problem {answer.problem_id}, but there is an answer to it"
+                )
             problem = by_id[answer.problem_id]
             fresh = await regrade(answer, problem, verifier)
             if fresh.trajectory.correct != answer.trajectory.correct:
@@ -166,7 +168,7 @@ async def _rescore_one(
 
 
 async def regrade(answer: GradedAnswer, problem: Problem, verifier: Verifier) -> GradedAnswer:
-    """The answer with a fresh verdict."""
+    """Grade an answer again."""
     bare = replace(answer.trajectory, reward=None, failure=None)
     graded = await grade(bare, problem, verifier, GRADE_DEADLINE_S)
     if graded.failure is not None:

@@ -1,1 +1,1 @@
-"""Problems and SFT conversations: the embedded task, files, cleaning of public data sets."""
+"""Problems and SFT conversations: the embedded task, data files, cleaning of public data sets."""

@@ -1,12 +1,12 @@
 """The embedded task: eight kinds of two-argument integer problems that need the Python tool.
 
-- Problems are worded in two or three ways, always with `a` before `b`. They are split by the
-  unordered pair {a, b}: a pair that is held out appears in no training text, under any kind.
-- `sft_conversations` teaches format only. What a conversation computes is drawn from four
-  operations: the right one in 26%, the usual mistake in 36%, so the mode is wrong; clean code is
-  rarer than code with a slip, and one slip is the most frequent single form. SFT so leaves
-  something to explore; which operation is right, and to write clean code, is learnt by RL.
-- Tool responses in SFT text are made by running the code, and say what the code environment says.
+- Problems have two or three wordings, always with `a` before `b`. They are split by the unordered
+  pair {a, b}: a held-out pair appears in no training text of any kind.
+- `sft_conversations` teaches only the format. A conversation computes one of four operations: the
+  right one in 26%, the usual mistake in 36%, so the most likely operation is wrong. Clean code is
+  rarer than code with a slip, and one slip is the most frequent single form. This leaves room for
+  exploration: RL must learn which operation is right and to write clean code.
+- Tool responses in SFT text come from running the code and match those of the code environment.
 
 Everything is a pure function of its arguments.
 """
@@ -33,13 +33,13 @@ HELDOUT_SHARE = 8
 """One pair of arguments in this many is held out."""
 
 MAX_REPEATS = 2000
-"""So many draws in a row without a new problem mean that a kind is exhausted."""
+"""A kind is exhausted after this many draws in a row without a new problem."""
 
 CALL_HEAD = f'<tool_call>\n{{"name": "{TOOL_NAME}", "arguments": {{"code": "'
 CALL_TAIL = '", "input": ""}}\n</tool_call>'
 ANSWER_HEAD = "<answer>\n\\boxed{"
 ANSWER_TAIL = "}\n</answer>"
-"""What stands around the code of every call and around every answer in SFT text."""
+"""The text around the code of every call and around every answer in SFT text."""
 
 
 # --------------------------------------------------------------------------- operations
@@ -47,7 +47,7 @@ ANSWER_TAIL = "}\n</answer>"
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An expression in `{a}` and `{b}`, and the same idea spelt with an API that does not exist."""
+    """An expression in `{a}` and `{b}`, and the same one with an API that does not exist."""
 
     expression: str
     misspelt: str
@@ -76,10 +76,10 @@ OPERATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of problem: how it is worded, how arguments are drawn and what is right.
+    """One kind of problem: its wordings, the distribution of its arguments and its solution.
 
-    `mistake` is the operation that SFT most often computes instead: another kind's right one, each
-    kind's exactly once, so that no operation is right or wrong more often than another.
+    `mistake` is the operation that SFT most often computes instead. Each kind's right operation is
+    the mistake of exactly one other kind, so all operations are right and wrong equally often.
     """
 
     wordings: tuple[str, ...]
@@ -89,7 +89,7 @@ class Kind:
 
     @property
     def distractors(self) -> tuple[str, str, str]:
-        """What SFT computes instead of what is right; the first is the mode."""
+        """What SFT computes instead of the right operation; the first is the most frequent."""
         return (self.mistake, "addition", "difference")
 
 
@@ -98,8 +98,8 @@ def _between(a: tuple[int, int], b: tuple[int, int]) -> Callable[[random.Random]
 
 
 def _sharing_a_factor(top: int) -> Callable[[random.Random], tuple[int, int]]:
-    """Pairs with a common divisor that is not their difference either, so that no operation
-    coincides with another: product and lcm, or gcd and difference."""
+    """Pairs with a common divisor other than their difference, so that product differs from lcm
+    and gcd from difference."""
 
     def draw(rng: random.Random) -> tuple[int, int]:
         while True:
@@ -112,13 +112,13 @@ def _sharing_a_factor(top: int) -> Callable[[random.Random], tuple[int, int]]:
 
 
 def _range(rng: random.Random) -> tuple[int, int]:
-    """Ends whose sum stays below 10^6: the tiny model copies no longer number without slips."""
+    """Bounds whose sum stays below 10^6: the tiny model miscopies longer numbers."""
     first = rng.randint(1, 699)
     return first, first + rng.randint(3, 699)
 
 
 _LARGEST_SET = {2: 1414, 3: 182, 4: 71, 5: 43, 6: 32}
-"""Up to here binomials stay below 10^6, as long to copy as other answers; still some 1,700."""
+"""Binomials up to here stay below 10^6, as short as other answers; about 1,700 of them."""
 
 
 def _choice(rng: random.Random) -> tuple[int, int]:
@@ -207,7 +207,7 @@ KINDS: tuple[str, ...] = tuple(_KINDS)
 
 
 def heldout(a: int, b: int) -> bool:
-    """The split rule: by the unordered pair alone, so that no kind can leak another's answers."""
+    """The split depends only on the unordered pair, so no kind leaks the answers of another."""
     low, high = sorted((a, b))
     digest = hashlib.sha256(f"{low},{high}".encode()).digest()
     return digest[0] % HELDOUT_SHARE == 0
@@ -259,15 +259,15 @@ def make_problems(split: Split, count: int, seed: int) -> list[Problem]:
 # --------------------------------------------------------------------------- SFT text
 
 CURRICULUM_SHARE = 3 / 16
-"""The stream opens with this share of nothing but copying turns."""
+"""This share of the stream, at its start, is only copying turns."""
 COPY_SHARE = 0.35
-"""Share of copying turns after that; copying numbers is what a small model learns last."""
+"""Share of copying turns after that; a small model learns to copy numbers last."""
 
 RIGHT_SHARE = 0.26
 DISTRACTOR_SHARES = (0.36, 0.19, 0.19)
 
 RETRY_SHARE = 0.9
-"""After a failed or silent call the conversation tries again this often, else it guesses."""
+"""Probability of a retry after a failed or silent call; otherwise the answer is a guess."""
 MAX_CALLS = 3
 UNTAGGED_SHARE = 0.05
 DOUBLED_SHARE = 0.05
@@ -284,7 +284,7 @@ FIRST_FORMS = {
     "wrong_api": 0.05,
     "wrong_module": 0.03,
 }
-"""How the first call is written: 42% clean (the first three), and one slip as the mode."""
+"""Forms of the first call: 42% clean (the first three); the most frequent form is a slip."""
 RETRY_FORMS = {
     "print": 0.34,
     "x": 0.20,
@@ -304,14 +304,14 @@ GUESS_REASONS = ("A guess.",)
 
 
 def write_code(operation: str, form: str, a: int, b: int) -> str:
-    """The program that computes an operation in a given form, slip included."""
+    """The program that computes an operation in a given form, including its slip."""
     spec = OPERATIONS[operation]
     expression = spec.expression.format(a=a, b=b)
     if form == "wrong_api":
         expression = spec.misspelt.format(a=a, b=b)
     head = "import math\n" if "math." in expression else ""
     if not spec.imports and form in ("missing_import", "wrong_module"):
-        form = "wrong_name"  # nothing to import: the other way to a NameError
+        form = "wrong_name"  # nothing to import: use the other NameError
     if form == "missing_import":
         head, form = "", "print"
     elif form == "wrong_module":
@@ -329,7 +329,7 @@ def write_code(operation: str, form: str, a: int, b: int) -> str:
 
 
 def run_trusted(code: str) -> ToolResult:
-    """Run a program of `write_code` in this process; the result says what a real call's would."""
+    """Run a program of `write_code` in this process; the result equals that of a real call."""
     printed: list[str] = []
     names = {"print": lambda value: printed.append(f"{value}\n"), "__name__": "__main__"}
     record = runner.execute(code, names, limit=10_000)
@@ -343,7 +343,7 @@ def run_trusted(code: str) -> ToolResult:
 
 
 def sft_conversations(count: int, seed: int) -> Iterator[Conversation]:
-    """A stream to be trained on in this order: copying first, then copying among tool use."""
+    """A stream to train on in this order: only copying first, then copying mixed with tool use."""
     rng = random.Random(f"arithmetic sft {seed}")
     opening = int(count * CURRICULUM_SHARE)
     for index in range(count):
@@ -354,7 +354,7 @@ def sft_conversations(count: int, seed: int) -> Iterator[Conversation]:
 
 
 def _copy_turn(index: int, rng: random.Random) -> Conversation:
-    """Say numbers again, as they are, as a JSON list or as an answer: no maths in it."""
+    """Repeat numbers as they are, as a JSON list or as an answer; no mathematics."""
     form = rng.choice(("plain", "json", "answer", "answer"))
     if form == "answer":
         number = rng.randrange(10 ** rng.randint(1, 9))

@@ -1,8 +1,8 @@
-"""The data card: what went in, what came out, what each step took and why, with examples.
+"""The data card: rows in, rows out, what each step dropped and why, with examples.
 
-Written by every `rstar2 data` command beside its output, as `card.md` for people and `card.json`
-for the next command, which continues it. Also here: the output directory that appears whole or
-not at all, and the file of dropped rows.
+Every `rstar2 data` command writes it next to its output: `card.md` for people and `card.json` for
+the next command, which extends it. This module also has the output directory, which appears
+complete or not at all, and the file of dropped rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DataFilter(Protocol[T_contra]):
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """One row that did not come through."""
+    """One dropped row."""
 
     step: str
     reason: str
@@ -56,7 +56,7 @@ class StepCount:
     left: int = 0
     examples: list[Dropped] = field(default_factory=list)
     reasons: dict[str, int] = field(default_factory=dict)
-    """How often each kind of reason was given, where a step names kinds."""
+    """Counts by kind of reason, for steps that name kinds."""
 
     def drop(self, dropped: Dropped) -> None:
         if len(self.examples) < EXAMPLES:
@@ -83,7 +83,7 @@ class Lengths:
 
 @dataclass(slots=True)
 class Card:
-    """What went in, what came out, and what each step took."""
+    """Rows in, rows out, and what each step dropped."""
 
     noun: str = "problems"
     sources: dict[str, int] = field(default_factory=dict)
@@ -103,13 +103,13 @@ class Card:
             lines.append(f"| {name} | {rows:,} | {self.kept_by_source.get(name, 0):,} |")
         lines += ["", "| step | in | dropped | out |", "|---|---:|---:|---:|"]
         for step in self.steps:
-            gone = step.entered - step.left
-            lines.append(f"| {step.name} | {step.entered:,} | {gone:,} | {step.left:,} |")
+            dropped = step.entered - step.left
+            lines.append(f"| {step.name} | {step.entered:,} | {dropped:,} | {step.left:,} |")
         lines += ["", f"**{self.kept:,} {self.noun}.**"]
         lines += self._lengths()
         if self.notes:
             lines += ["", *(f"- {note}" for note in self.notes)]
-        lines += ["", "## What was dropped"]
+        lines += ["", "## Dropped rows"]
         for step in self.steps:
             if step.examples or step.reasons:
                 lines += ["", f"### {step.name}", ""]
@@ -139,7 +139,7 @@ class Card:
 
 
 def read_card(directory: Path) -> Card | None:
-    """The card that an earlier command left; None if there is none."""
+    """Read the card of an earlier command; None if there is none."""
     path = directory / JSON
     if not path.is_file():
         return None
@@ -150,7 +150,7 @@ def read_card(directory: Path) -> Card | None:
 
 
 class Bin:
-    """The file of dropped rows: whatever does not come through is written here, with why."""
+    """The file of dropped rows, each with its reason."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file

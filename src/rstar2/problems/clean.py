@@ -1,8 +1,8 @@
-"""The paper's cleaning of RL problems, as separate, counted, testable steps.
+"""The paper's cleaning of RL problems, as separate filters with counts.
 
-A step looks at one problem and returns None to keep it or the reason why it is dropped. Order
-matters only for the counts: cheap steps come first. Steps hold at most flat hash tables, so
-memory stays bounded over millions of rows.
+A filter returns None to keep a problem, or the reason why it is dropped. The order matters only for
+the counts: cheap filters come first. Filters keep at most flat hash tables, so memory stays small
+over millions of rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNVERIFIABLE = re.compile(
     r"|\b(?:sketch|draw) (?:the|a) (?:graph|diagram|figure|picture)\b"
 )
 _UNVERIFIABLE_WORDS = ("prove", "justify", "sketch", "draw", "explain", "show that")
-"""Asked for, not told of: a TV show that runs for 2 hours and a child who draws are fine."""
+"""Only instructions count: a TV show that runs for 2 hours and a child who draws are fine."""
 _ELSEWHERE = re.compile(
     r"\[asy\]|!\[|<img|\b(?:figure|diagram|picture|graph) (?:below|above|shown)"
 )
@@ -33,7 +33,7 @@ _PARTS = re.compile(r"\n\s*\(?[b-d][.)]\s")
 
 @dataclass(frozen=True, slots=True)
 class IntegerAnswers:
-    """Only integers can be verified without doubt."""
+    """Keep integer answers only: they can be verified without doubt."""
 
     name: str = "integer answers only"
 
@@ -45,7 +45,7 @@ class IntegerAnswers:
 
 @dataclass(frozen=True, slots=True)
 class VerifiableProblems:
-    """Problems that ask for a proof, lean on a picture or have several parts cannot be verified."""
+    """Drop problems that ask for a proof, need a picture or have several parts."""
 
     name: str = "verifiable and well formed"
     min_words: int = 3
@@ -56,7 +56,7 @@ class VerifiableProblems:
             return f"prompt has fewer than {self.min_words} words"
         if "\ufffd" in problem.prompt:
             return "prompt has undecodable characters"
-        lowered = problem.prompt.lower()  # to look for a word is ten times faster than to match
+        lowered = problem.prompt.lower()  # a word search is ten times faster than a match
         if any(map(lowered.__contains__, _ELSEWHERE_WORDS)) and (
             match := _ELSEWHERE.search(lowered)
         ):
@@ -72,7 +72,7 @@ class VerifiableProblems:
 
 @dataclass(frozen=True, slots=True)
 class NotGiant:
-    """Giant answers reward copying digits, not reasoning."""
+    """Drop very long answers: they reward copying digits, not reasoning."""
 
     digits: int = 12
     characters: int = 60
@@ -88,10 +88,10 @@ class NotGiant:
 
 @dataclass(frozen=True, slots=True)
 class GoldsReadable:
-    """A truth that its own grader cannot read can never be rewarded.
+    """Drop problems whose reference answer their grader cannot read: no answer could be right.
 
-    Whether the grader also *accepts* it takes algebra that may never end; `prepare` asks the
-    code environment's pool for that, in batches.
+    Whether the grader also *accepts* it needs algebra that may not terminate, so `prepare` runs
+    that check in the code environment, in batches.
     """
 
     name: str = "golds readable by their grader"
@@ -106,7 +106,7 @@ class GoldsReadable:
 
 @dataclass(slots=True)
 class UniqueProblems:
-    """Exact and near duplicates; the first one stays."""
+    """Drop exact and near duplicates; the first one is kept."""
 
     name: str = "no duplicates"
     _seen: Duplicates = field(default_factory=Duplicates)

@@ -1,11 +1,11 @@
-"""SFT conversations by name: `arithmetic` (the embedded task), `toolformat` (how to call Python,
-for pre-trained models) or a JSONL file in messages form.
+"""SFT conversations by name: `arithmetic` (the embedded task), `toolformat` (tool-call format for
+pre-trained models) or a JSONL file in messages form.
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}],
      "tools": [...], "id": "...", "source": "..."}
 
-`batches` is an endless, seeded stream of batches that can start anywhere: batch n is the same
-whether batches 0 to n-1 were drawn before it or not, so a resumed run sees the same data.
+`batches` is an endless, seeded stream that can start at any batch: batch n does not depend on
+which batches were drawn before, so a resumed run sees the same data.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rstar2.types import Conversation, Message
 ROLES = ("system", "user", "assistant", "tool")
 TOOLFORMAT = "toolformat"
 MADE = (ARITHMETIC, TOOLFORMAT)
-"""Names of conversations that are made from a seed instead of read."""
+"""Names of conversations that are generated from a seed."""
 
 
 class _ConversationLine(msgspec.Struct, forbid_unknown_fields=True):
@@ -42,12 +42,12 @@ def sft_steps(config: SftConfig) -> int:
     if config.steps or not config.epochs:
         return config.steps
     if config.data in MADE:
-        raise DataError(f"sft.epochs: {config.data} is made and has no end; give sft.steps")
+        raise DataError(f"sft.epochs: {config.data} is generated without end; set sft.steps")
     return max(1, round(config.epochs * len(read_conversations(Path(config.data))) / config.batch))
 
 
 def batches(config: SftConfig, seed: int, first: int = 0) -> Iterator[Sequence[Conversation]]:
-    """Batches from number `first` on; the embedded stream ends, a file is read over and over."""
+    """Batches from number `first`; a generated stream ends, a file repeats."""
     if config.data in MADE:
         stream = maker(config.data)(sft_steps(config) * config.batch, derive_seed("sft", seed))
         stream = itertools.islice(stream, first * config.batch, None)
@@ -72,7 +72,7 @@ def batches(config: SftConfig, seed: int, first: int = 0) -> Iterator[Sequence[C
 
 
 def held_out(config: SftConfig, count: int) -> list[Conversation]:
-    """Conversations for the held-out loss that training does not see; empty for files."""
+    """Conversations for the held-out loss, unseen in training; empty for files."""
     if config.data not in MADE:
         return []
     stream = maker(config.data)(4 * count, derive_seed("sft", "heldout"))
@@ -80,7 +80,7 @@ def held_out(config: SftConfig, count: int) -> list[Conversation]:
 
 
 def maker(name: str) -> Callable[[int, int], Iterator[Conversation]]:
-    """What makes `count` conversations from a seed."""
+    """The function that generates `count` conversations from a seed."""
     if name == ARITHMETIC:
         from rstar2.problems.arithmetic import sft_conversations
 
@@ -104,7 +104,7 @@ def read_conversations(path: Path) -> list[Conversation]:
         if line.strip():
             conversations.append(_parse(line, f"{path}:{number}", number))
     if not conversations:
-        raise DataError(f"{path}: holds no conversation")
+        raise DataError(f"{path}: contains no conversation")
     return conversations
 
 

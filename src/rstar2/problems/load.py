@@ -1,9 +1,9 @@
-"""Problems by name: `arithmetic` (the embedded task) or a JSONL file, one problem a line.
+"""Problems by name: `arithmetic` (the embedded task) or a JSONL file with one problem per line.
 
     {"id": "7", "prompt": "What is 6 * 7?", "answer": "42", "kind": "product"}
 
-`id` defaults to the line's number, `answer` may be a number; every other field of types.Problem is
-optional. A line that is no problem is a DataError naming file, line and field.
+`id` defaults to the line number, and `answer` may be a number. Every other field of types.Problem
+is optional. An invalid line is a DataError that names file, line and field.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Split = Literal["train", "heldout"]
 
 ARITHMETIC = "arithmetic"
 TRAIN_COUNT = 4096
-"""Embedded training problems that one run draws from."""
+"""Default number of training problems of the embedded task."""
 
 _FIELDS = {"id", "prompt", "answer", "grader", "kind", "source", "meta"}
 
@@ -42,7 +42,7 @@ class _ProblemLine(msgspec.Struct, forbid_unknown_fields=True):
 def load_problems(
     name: str, split: Split, *, count: int | None = None, seed: int = 0
 ) -> tuple[Problem, ...]:
-    """The problems of a recipe, at most `count` of them, equal for equal arguments."""
+    """The problems of a recipe, at most `count`; deterministic in its arguments."""
     if name == ARITHMETIC:
         from rstar2.problems.arithmetic import make_problems
 
@@ -71,7 +71,7 @@ def read_jsonl(path: Path) -> Iterator[Problem]:
                 raise DataError(f"{path}:{number}: id {problem.id!r} is already on line {first}")
             yield problem
     if not len(seen):
-        raise DataError(f"{path}: holds no problem")
+        raise DataError(f"{path}: contains no problem")
 
 
 def _parse(line: bytes, where: str, number: int) -> Problem:

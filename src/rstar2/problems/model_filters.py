@@ -1,17 +1,19 @@
-"""Filters that ask a model: agreement with the label, and difficulty for the current policy.
+"""Filters that sample a model: agreement with the label, and difficulty for the current policy.
 
-    problems.jsonl ──> what is undecided ──> Ask (k samples at most) ──> answers.jsonl ──> Rule
-                                                                              └─> problems.jsonl
+    problems.jsonl ──> undecided problems ──> Ask (at most k samples) ──> answers.jsonl ──> Rule
+                                                                               └─> problems.jsonl
 
 Invariants
-- An answer is on record once, and written before it counts: after kill -9 the same command asks
-  only for what is missing, and ends with the same verdicts (a sample's seed derives from the
-  problem and its number, and from nothing that happened before).
-- A problem is asked about only until the rule is settled: 2 matches of 16 may take two answers.
-  What the rule says is what it would say of all of them.
-- An answer lost to infrastructure is no wrong answer: it is not on record, and a problem that
-  stays undecided because of it is an error, or dropped as such with a count if that is asked for.
-- Memory: some ten bytes a problem. Problems are read twice, not held.
+- Each answer is recorded once, before it counts. After kill -9 the same command samples only the
+  missing answers and reaches the same decisions: the seed of a sample derives only from the problem
+  and the sample number.
+- A problem is sampled only until the rule is decided: 2 matches of 16 may take two answers. More
+  samples would not change the decision.
+- An answer lost to infrastructure is not a wrong answer: it is not recorded. A problem that stays
+  undecided because of it is an error, or is dropped and counted with --drop-undecided.
+- Memory is about ten bytes per problem: problems are read twice and not kept.
+
+`difficulty` applies the same rule inside a training run, from the rollouts of a filter stage.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from rstar2.types import Failure, Group, Problem, encode
 
 ANSWERS, SETTINGS = "answers.jsonl", "settings.json"
 OUTAGE = 16
-"""So many answers lost in a row, none given between them: the model is not there."""
+"""The filter fails after this many lost answers in a row."""
 MOST_SAMPLES = 64
 
 
@@ -46,7 +48,7 @@ MOST_SAMPLES = 64
 
 
 class Rule(Protocol):
-    """When a problem stays. `name` is its line in the data card, `key` the one in `meta`."""
+    """When a problem is kept. `name` is its line in the data card, `key` its entry in `meta`."""
 
     @property
     def name(self) -> str: ...
@@ -56,13 +58,13 @@ class Rule(Protocol):
     def samples(self) -> int: ...
 
     def decide(self, correct: int, wrong: int) -> bool | None:
-        """Whether it stays; None while that is open."""
+        """Whether the problem is kept; None while undecided."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Stays if at least `matches` of `samples` answers of a reference model equal the label."""
+    """Keep a problem if at least `matches` of `samples` reference answers equal the label."""
 
     matches: int = 2
     samples: int = 16
@@ -80,7 +82,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class NotAlwaysSolved:
-    """Goes if all of `samples` answers of the policy are right; never solved ones stay."""
+    """Drop a problem if all `samples` answers of the policy are right; keep never-solved ones."""
 
     samples: int = 8
     key: str = "solved"
@@ -95,12 +97,12 @@ class NotAlwaysSolved:
         return False if correct == self.samples else None
 
 
-# --------------------------------------------------------------------------- asking
+# --------------------------------------------------------------------------- sampling
 
 
 @dataclass(frozen=True, slots=True)
 class SampledAnswer:
-    """What came of asking once: right, wrong, or lost to infrastructure."""
+    """One sampled answer: right, wrong, or lost to infrastructure."""
 
     correct: bool
     answer: str | None = None
@@ -108,21 +110,21 @@ class SampledAnswer:
 
 
 Ask = Callable[[Problem, int, int], Awaitable[SampledAnswer]]
-"""(problem, sample, seed) -> verdict."""
+"""(problem, sample, seed) -> sampled answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """All that the answers depend on, besides the problems."""
+    """Everything that the answers depend on, except the problems."""
 
     rule: Rule
     model: Mapping[str, Any]
-    """Whatever tells models and ways of asking apart; another one is refused on resuming."""
+    """Identifies the model and its settings; resuming with another one is refused."""
     seed: int = 0
     only: Sequence[str] = ()
-    """Sources to ask about; empty: all. Problems of others stay as they are."""
+    """Sources to filter; empty means all. Problems of other sources are kept unchanged."""
     exhaustive: bool = False
-    """Take all samples even where the rule is settled, for the counts."""
+    """Draw all samples even when the rule is decided, for the counts."""
 
     def asks(self, problem: Problem) -> bool:
         return not self.only or problem.source in self.only
@@ -139,12 +141,12 @@ class _AnswerLine:
 
 @dataclass(slots=True)
 class _Tally:
-    """Answers so far, by row."""
+    """Counts of the answers so far, by row."""
 
     correct: np.ndarray
     wrong: np.ndarray
     asked: np.ndarray
-    """Bit s is set when sample s is on record."""
+    """Bit s is set when sample s is recorded."""
 
     @classmethod
     def of(cls, rows: int) -> _Tally:
@@ -153,7 +155,7 @@ class _Tally:
     def add(self, line: _AnswerLine) -> None:
         bit = np.uint64(1 << line.sample)
         if self.asked[line.row] & bit:
-            raise DataError(f"{ANSWERS}: sample {line.sample} of {line.id} is there twice")
+            raise DataError(f"{ANSWERS}: sample {line.sample} of {line.id} is recorded twice")
         self.asked[line.row] |= bit
         (self.correct if line.correct else self.wrong)[line.row] += 1
 
@@ -162,11 +164,11 @@ class _Tally:
 
 
 class Asking:
-    """A directory of answers to one question, and the problems it is about."""
+    """A directory of answers to one question, and its problems."""
 
     def __init__(self, problems: Path, out: Path, question: Question) -> None:
         if not 1 <= question.rule.samples <= MOST_SAMPLES:
-            raise UserError(f"samples: {question.rule.samples} is not within 1 to {MOST_SAMPLES}")
+            raise UserError(f"samples: {question.rule.samples} is not between 1 and {MOST_SAMPLES}")
         self.source, self.out, self.question = problems, out, question
         digest, rows = _digest(problems)
         self.rows = rows
@@ -185,7 +187,7 @@ class Asking:
         self.lost = 0
 
     def _settle(self, digest: str) -> None:
-        """Write down the question, or refuse another one."""
+        """Record the question, or refuse another one."""
         question = self.question
         asked = {
             "problems": digest,
@@ -198,7 +200,9 @@ class Asking:
         if not path.exists():
             foreign = [p.name for p in self.out.iterdir() if p.name != ".lock"]
             if foreign:
-                raise UserError(f"output {self.out} is not empty (it holds {foreign[0]})")
+                raise UserError(
+                    f"output {self.out} is not empty (it contains {foreign[0]}): use another --out"
+                )
             write_file(path, encode(asked))
             return
         before = msgspec.json.decode(path.read_bytes())
@@ -206,12 +210,12 @@ class Asking:
         if changed:
             said = "; ".join(f"{key}: {before.get(key)} -> {asked[key]}" for key in changed)
             raise UserError(
-                f"{self.out} holds answers to another question ({said}): put the old values back "
-                "to go on with it, or use another --out"
+                f"{self.out} has answers with other settings ({said}): restore the old values to "
+                "resume it, or use another --out"
             )
 
     def verdict(self, row: int) -> bool | None:
-        """Whether the problem stays, by the answers so far."""
+        """Whether the problem is kept, from the answers so far; None while undecided."""
         correct, wrong = int(self.tally.correct[row]), int(self.tally.wrong[row])
         if self.question.exhaustive and correct + wrong < self.question.rule.samples:
             return None
@@ -220,7 +224,7 @@ class Asking:
     async def ask(
         self, ask: Ask, *, concurrency: int, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """Ask until every problem is decided or its samples are used up."""
+        """Sample until every problem is decided or has no samples left."""
         from rstar2.rollout.groups import together
 
         waiting = (
@@ -264,7 +268,7 @@ class Asking:
         self.answered += 1
 
     def finish(self, *, drop_undecided: bool = False) -> Card:
-        """Write what stays and what goes; undecided problems are an error unless dropped."""
+        """Write kept and dropped problems; undecided ones are an error unless dropped."""
         rule = self.question.rule
         card = read_card(self.source.parent) or Card(sources=self._count_sources())
         card.kept, card.kept_by_source = 0, {}
@@ -289,8 +293,8 @@ class Asking:
             for path in paths.values():
                 path.unlink()
             raise EngineError(
-                f"{len(undecided)} problems are undecided, as {undecided[0]}: {self.lost} answers "
-                "were lost; the same command asks for them again, --drop-undecided does without"
+                f"{len(undecided)} problems are undecided, such as {undecided[0]}: {self.lost} "
+                "answers were lost; run the same command to retry, or use --drop-undecided"
             )
         for name, path in paths.items():
             path.replace(self.out / name)
@@ -317,7 +321,7 @@ class Asking:
     def _dropped(self, row: int, problem: Problem, stays: bool | None) -> Dropped:
         correct, wrong = int(self.tally.correct[row]), int(self.tally.wrong[row])
         said = f"{correct} of {correct + wrong} answers were right"
-        reason = said if stays is False else f"undecided: {said}, the others were lost"
+        reason = said if stays is False else f"undecided: {said}, the rest were lost"
         return Dropped(self.question.rule.name, reason, problem.id, problem.prompt, problem.answer)
 
     def close(self) -> None:
@@ -326,7 +330,7 @@ class Asking:
 
 
 def _digest(path: Path) -> tuple[str, int]:
-    """What tells files of problems apart, and how many problems there are."""
+    """A digest of a file of problems, and their number."""
     digest = hashlib.sha256()
     rows = 0
     for problem in read_jsonl(path):
@@ -340,18 +344,22 @@ def _digest(path: Path) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Difficulty:
-    """How often each problem was solved, and which stay."""
+    """How often the policy solved each problem, and which problems are kept.
+
+    Problems with only correct answers are dropped; never-solved ones are kept (stage 3 of the
+    paper), and so are problems without a graded answer.
+    """
 
     solved: tuple[tuple[int, int], ...]
     """(correct, graded) per problem, in order."""
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Indices of the problems that stay."""
+        """Indices of the problems that are kept."""
         return tuple(i for i, (c, n) in enumerate(self.solved) if c < n or n == 0)
 
     def metrics(self) -> dict[str, float]:
-        """What the filter did, for the record."""
+        """Metrics of the filter."""
         histogram = Counter(c for c, n in self.solved if n)
         never = sum(c == 0 for c, n in self.solved if n)
         return {

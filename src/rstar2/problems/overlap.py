@@ -1,14 +1,14 @@
-"""Which problems say the same thing: n-gram decontamination and duplicates, on normalised words.
+"""Overlap between problems: n-gram decontamination and near-duplicate detection.
 
-Normalisation makes spacing, case, Unicode forms and LaTeX mark-up irrelevant, so that
-`What is $\\frac{1}{2}+\\,x$?` and `what is 1/2 + x` give the same words. Numbers stay: the same
-sentence with other numbers is another problem.
+Words are normalised: spacing, case, Unicode forms and LaTeX mark-up do not matter, so that
+`What is $\\frac{1}{2}+\\,x$?` and `what is 1/2 + x` give the same words. Numbers are kept: the
+same sentence with other numbers is another problem.
 
 - `Contamination`: the n-grams (8 words) of the evaluation sets; a training problem that shares one
-  is out. A text shorter than n words counts as one gram.
-- `Duplicates`: exact (same words), and near: same numbers in the same order and about two
-  thirds of word pairs in common, estimated by MinHash: one word in twenty may differ. Memory is
-  some 300 bytes a row, in flat arrays.
+  is dropped. A text shorter than n words counts as one gram.
+- `Duplicates`: exact (the same words) and near (the same numbers in the same order, and about two
+  thirds of the word pairs in common, estimated with MinHash: one word in twenty may differ). Memory
+  is about 300 bytes per row, in flat arrays.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _COMMAND = re.compile(r"\\([a-z]+)")
 _THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))")
 _WORDS = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+|[-+*/^=<>%]")
 _NESTED = 4
-"""Fractions within fractions that are still taken apart."""
+"""Depth of nested fractions that are normalised."""
 
 
 def words(text: str) -> list[str]:
@@ -71,7 +71,7 @@ def _hash(data: bytes) -> int:
 
 
 def text_hash(text: str) -> int:
-    """64 bits of a text, the same in every process."""
+    """A 64-bit hash of a text, the same in every process."""
     return _hash(text.encode("utf-8", "surrogatepass"))
 
 
@@ -86,7 +86,7 @@ class Fingerprint:
     numbers: int
 
     def grams(self, n: int) -> np.ndarray:
-        """One hash for every run of n words; a shorter text is one run."""
+        """One hash per run of n words; a shorter text is one run."""
         n = min(n, len(self.words_T))
         count = len(self.words_T) - n + 1 if n else 0
         if n & (n - 1) == 0 and n:  # runs of 8 from runs of 4 from runs of 2: the same sums
@@ -108,7 +108,7 @@ _POWERS = {1 << i: np.uint64(pow(int(_MULTIPLIER), 1 << i, 1 << 64)) for i in ra
 
 @lru_cache(maxsize=4)
 def fingerprint(text: str) -> Fingerprint:
-    """What both steps need of a text; they look at the same one in turn."""
+    """The hashes of a text; cached, because both filters look at the same text in turn."""
     listed = words(text)
     hashes = np.fromiter(map(_word_hash, listed), dtype=np.uint64, count=len(listed))
     numbers = " ".join([word for word in listed if "0" <= word[0] <= "9"])
@@ -116,7 +116,7 @@ def fingerprint(text: str) -> Fingerprint:
 
 
 class Contamination:
-    """An index of the n-grams of texts that must not be trained on."""
+    """An index of the n-grams of texts that must not appear in training data."""
 
     def __init__(self, n: int = 8) -> None:
         self.n = n
@@ -163,17 +163,17 @@ class Decontaminated(Generic[T]):
 
 
 class HashTable:
-    """uint64 -> row number in two flat arrays (open addressing): 18 to 36 bytes an entry."""
+    """uint64 -> row number in two flat arrays (open addressing): 18 to 36 bytes per entry."""
 
     def __init__(self) -> None:
         self._resize(1 << 12)
         self._count = 0
 
     def first(self, key: int, row: int) -> int:
-        """The row that had this key first; `row` itself if it is new."""
+        """The first row with this key; `row` itself if the key is new."""
         if self._count * 3 >= len(self._keys) * 2:
             self._grow()
-        key = key or 1  # 0 marks a free place
+        key = key or 1  # 0 marks a free slot
         mask = len(self._keys) - 1
         place = key & mask
         while (stored := self._keys[place]) != 0:
@@ -204,7 +204,7 @@ class HashTable:
 
 
 class Names:
-    """Short texts by number, in flat arrays: some ten bytes each beyond the text itself."""
+    """Short texts by number, in flat arrays: about ten bytes each in addition to the text."""
 
     def __init__(self) -> None:
         self._text = bytearray()
@@ -222,7 +222,7 @@ class Names:
 
 
 class Duplicates:
-    """Tells of each text whether an earlier one says the same."""
+    """Detects texts that duplicate an earlier text."""
 
     HASHES, BANDS = 15, 5
     SIMILAR = 0.65
@@ -251,7 +251,7 @@ class Duplicates:
         return None if near is None else ("near", near)
 
     def _band_keys(self, signature: np.ndarray, numbers: int) -> list[int]:
-        """One key for each band of the signature, together with the numbers of the text."""
+        """One key per band of the signature, combined with the numbers of the text."""
         parts = signature.reshape(self.BANDS, -1).astype(np.uint64)
         keys = self._a[: self.BANDS] * np.uint64(numbers)
         for column in parts.T:

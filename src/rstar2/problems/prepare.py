@@ -1,8 +1,8 @@
-"""Public data sets -> RL problems: read, clean step by step, write, and say what happened.
+"""Convert public data sets to RL problems: read, filter, write, and count every step.
 
-Nothing is lost: every row that goes in comes out as a line of `problems.jsonl` or of
-`dropped.jsonl` with the step that dropped it and why. The output directory appears whole or not
-at all (written aside, then renamed). Rows stream through in chunks; the steps hold hash tables.
+Every input row becomes a line of `problems.jsonl`, or a line of `dropped.jsonl` with the step that
+dropped it and the reason. The output directory appears complete or not at all (written to a
+temporary directory, then renamed). Rows stream in chunks; filters keep hash tables.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class ProblemSource:
-    """One data set: where it is, what it is called, and how to read it (None: by its fields)."""
+    """One data set: its path, its name and its reader (None: recognised by its fields)."""
 
     path: str
     name: str
@@ -49,7 +49,7 @@ class ProblemSource:
 
 
 def read_problems(source: ProblemSource) -> Iterator[tuple[str, Problem | Dropped]]:
-    """Stream a source as problems; rows that are none come as `Dropped` of the step `read`."""
+    """Stream a source as problems; unreadable rows come as `Dropped` in the step `read`."""
     for recognised in known_rows(source.path, source.reader, lambda row: READERS[recognise(row)]):
         if isinstance(recognised, BadRow):
             bad = recognised
@@ -70,9 +70,11 @@ async def prepare(
     verifier: Verifier | None = None,
     progress: Progress | None = None,
 ) -> Card:
-    """Run every source through every step into the directory `out`; returns its data card."""
+    """Run every source through every filter into the directory `out`; returns the data card."""
     if len({source.name for source in sources}) != len(sources):
-        raise DataError(f"source names repeat: {[source.name for source in sources]}")
+        raise DataError(
+            f"source names repeat: {[source.name for source in sources]}; write NAME=FILE"
+        )
     names = [READ, *(step.name for step in steps), *([ACCEPTED] if verifier else [])]
     card = Card(steps=[StepCount(name) for name in names])
     with output_directory(out) as aside:
@@ -88,7 +90,7 @@ async def prepare(
 
 @dataclass(frozen=True, slots=True)
 class _Cleaning:
-    """The steps with their counts; one for all sources, as duplicates are sought across them."""
+    """All filters with their counts. One for all sources, because duplicates span sources."""
 
     steps: Sequence[DataFilter[Problem]]
     card: Card
@@ -96,7 +98,7 @@ class _Cleaning:
     verifier: Verifier | None
 
     async def run(self, source: ProblemSource, progress: Progress | None) -> AsyncIterator[Problem]:
-        """The problems of a source that pass every step."""
+        """The problems of a source that pass every filter."""
         through = self._through(source)
         while chunk := list(itertools.islice(through, CHUNK)):
             if self.verifier is not None:
@@ -108,7 +110,7 @@ class _Cleaning:
 
     def _through(self, source: ProblemSource) -> Iterator[tuple[str, Problem]]:
         reading, *counts = self.card.steps
-        stages = list(zip(self.steps, counts, strict=False))  # the verifier's count is left over
+        stages = list(zip(self.steps, counts, strict=False))  # the last count is the verifier's
         rows = self.card.sources
         rows[source.name] = 0
         for where, problem in read_problems(source):
@@ -136,7 +138,7 @@ class _Cleaning:
     async def _accepted(
         self, chunk: list[tuple[str, Problem]], verifier: Verifier
     ) -> list[tuple[str, Problem]]:
-        """Those of a chunk whose truth the grader accepts as an answer."""
+        """The problems of a chunk whose reference answer the grader accepts."""
         count = self.card.steps[-1]
         refused = await rejected_golds([p for _, p in chunk], verifier, VERIFY_DEADLINE_S)
         why = {problem.id: reason for problem, reason in refused}

@@ -7,11 +7,11 @@
 | hub:NAME[#CONFIG][@REVISION][:SPLIT]             | streamed by `datasets`; NAME may be a    |
 |                                                  | local directory; SPLIT defaults to train |
 
-Nothing is held but the current row (an array: the current piece; Parquet: the current batch).
-Every row knows where it stands, so that whatever is wrong with it can be named. A line that is
-not a JSON object is a `BadRow`, not an exception: the caller decides whether to stop or to count
-it. What makes the rest of a file unreadable (a torn array, gzip or Parquet file) is a DataError
-that says how far reading got, so a cut-off file is never taken for a short one.
+Only the current row is in memory (JSON array: the current piece; Parquet: the current batch). Every
+row has its position, so that errors can name it. A line that is not a JSON object is a `BadRow`,
+not an exception: the caller decides whether to stop or to count it. If the rest of a file cannot be
+read (a torn array, gzip or Parquet file), a DataError says how far reading got, so a truncated file
+is never mistaken for a short one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HUB = "hub:"
 FILES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 BATCH_ROWS = 256
 UNKNOWN_ROWS = 20
-"""So many first rows that nothing recognises are another data set, not broken rows."""
+"""If this many first rows are not recognised, it is another data set, not broken rows."""
 PIECE = 1 << 20
 """Characters of a JSON array that are read at once."""
 
@@ -57,7 +57,7 @@ class DataRow:
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A line that is no record, with the reason and the text itself."""
+    """A line that is not a record, with the reason and its text."""
 
     where: str
     number: int
@@ -67,7 +67,7 @@ class BadRow:
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """Which part of which version of a data set on a hub."""
+    """Name, configuration, revision and split of a data set on the hub."""
 
     name: str
     config: str | None
@@ -96,10 +96,10 @@ def read_rows(source: str) -> Iterator[DataRow | BadRow]:
 def known_rows(
     source: str, known: T | None, recognise: Callable[[Mapping[str, Any]], T]
 ) -> Iterator[tuple[DataRow, T] | BadRow]:
-    """The rows with what reads them: `known`, or what `recognise` says of the first row it knows.
+    """Rows with their reader: `known`, or what `recognise` returns for the first row it knows.
 
-    Broken rows come as `BadRow`. If the first rows are all unknown, that is another data set and
-    not a file of broken rows: a UserError. So is, as a DataError, a source without a row.
+    Broken rows come as `BadRow`. If the first rows are all unknown, it is another data set and not
+    a file of broken rows: a UserError. A source without a row is a DataError.
     """
     count = 0
     unknown: list[tuple[DataRow, UserError]] = []
@@ -124,17 +124,17 @@ def known_rows(
         first, why = unknown[0]
         raise UserError(f"{first.where}: {why}") from why
     if not count:
-        raise DataError(f"{source}: holds no row")
+        raise DataError(f"{source}: contains no row")
 
 
 def shown(row: DataRow, limit: int = 1000) -> str:
-    """The beginning of a row, as JSON, for people."""
+    """The beginning of a row as JSON, for people."""
     fields = {str(name): value for name, value in row.fields.items()}
     return json.dumps(fields, ensure_ascii=False, default=str)[:limit]
 
 
 def parse_hub(source: str) -> HubName:
-    """Take hub:NAME[#CONFIG][@REVISION][:SPLIT] apart."""
+    """Parse hub:NAME[#CONFIG][@REVISION][:SPLIT]."""
     match = _HUB_NAME.fullmatch(source.removeprefix(HUB))
     if match is None:
         raise DataError(f"data {source!r}: expected hub:NAME[#CONFIG][@REVISION][:SPLIT]")
@@ -155,7 +155,7 @@ def _read_json(path: Path) -> Iterator[DataRow | BadRow]:
                 number = row.number
                 yield row
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: torn or no gzip file after row {number}: {error}") from error
+        raise DataError(f"{path}: torn or not a gzip file after row {number}: {error}") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read after row {number}: {error}") from error
 
@@ -299,7 +299,9 @@ def _read_parquet(path: Path) -> Iterator[DataRow]:
                     number += 1
                     yield DataRow(f"{path}:{number}", number, fields)
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: torn or no Parquet file after row {number}: {error}") from error
+        raise DataError(
+            f"{path}: torn or not a Parquet file after row {number}: {error}"
+        ) from error
 
 
 def _read_hub(source: str) -> Iterator[DataRow]:

@@ -1,8 +1,8 @@
-"""Publishers' schemas: how a row of each public data set becomes a Problem.
+"""Readers: how a row of each public data set becomes a Problem.
 
 A reader is a pure function from a row's fields to (prompt, answer, kind, extra); it raises
 `MalformedRow` naming the field where a row does not have its publisher's shape, and never guesses.
-`fields=` maps any other data set by name: {"prompt": "question", "answer": "label"}.
+`mapped` reads any other data set by field names: {"prompt": "question", "answer": "label"}.
 
 | name              | published as                    | fields                                |
 |-------------------|---------------------------------|---------------------------------------|
@@ -15,7 +15,7 @@ A reader is a pure function from a row's fields to (prompt, answer, kind, extra)
 | mawps             | MAWPS.json; ports of it         | sQuestion, lSolutions; input, target  |
 | rstar2            | what rstar2 writes              | prompt, answer, kind                  |
 
-Where a publisher gives a row an id of its own, it is kept as `meta["origin"]`.
+If a publisher gives rows an id, it is kept as `meta["origin"]`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from rstar2.types import Problem
 
 
 class MalformedRow(ValueError):
-    """A row that lacks its publisher's shape; the message names the field."""
+    """A row without its publisher's shape; the message names the field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a reader takes from a row."""
+    """The part of a problem that a reader takes from a row."""
 
     prompt: str
     answer: str
@@ -56,7 +56,7 @@ _DAPO_TAIL = re.compile(r"\n+Remember to put your answer on its own line.*$", re
 
 
 def _text(fields: Mapping[str, Any], name: str) -> str:
-    """A non-empty string or number; floats that are integers lose their point."""
+    """A non-empty string or number as text; integral floats lose their decimal point."""
     if name not in fields:
         raise MalformedRow(f"field {name!r} is missing; the row has {sorted(map(str, fields))}")
     return _scalar(fields[name], name)
@@ -78,7 +78,7 @@ def _scalar(value: Any, name: str) -> str:
 
 
 def _number(fields: Mapping[str, Any], name: str) -> str:
-    """As `_text`, for publishers that write every answer as a decimal: "145.0" is 145."""
+    """Like `_text`, for publishers that write every answer as a decimal: "145.0" is 145."""
     return _POINT_ZERO.sub("", _text(fields, name))
 
 
@@ -173,7 +173,7 @@ READERS: dict[str, Reader] = {
 
 
 def mapped(fields_map: Mapping[str, str]) -> Reader:
-    """A reader for any data set, by the names of its prompt and answer fields."""
+    """A reader for any data set, from the names of its prompt and answer fields."""
     missing = {"prompt", "answer"} - fields_map.keys()
     unknown = fields_map.keys() - {"prompt", "answer", "kind"}
     if missing or unknown:
@@ -203,7 +203,7 @@ _MARKS: tuple[tuple[str, set[str]], ...] = (
 
 
 def recognise(fields: Mapping[str, Any]) -> str:
-    """Name the reader whose publisher's fields a row has; a UserError lists the choices."""
+    """The name of the reader for a row's fields; a UserError lists the choices."""
     if {"problem", "answer"} <= fields.keys():  # some publishers repeat the problem as `question`
         fields = {name: value for name, value in fields.items() if name != "question"}
     for name, wanted in _MARKS:
@@ -216,7 +216,7 @@ def recognise(fields: Mapping[str, Any]) -> str:
 
 
 def to_problem(row: DataRow, reader: Reader, source: str) -> Problem:
-    """Read one row; the id is the source and the row's number, so it can be found again."""
+    """Read one row; the id is the source and the row number, so the row can be looked up."""
     draft = reader(row.fields)
     grader = "integer" if re.fullmatch(r"[+-]?\d+", draft.answer) else "math"
     return Problem(

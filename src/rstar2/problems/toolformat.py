@@ -1,9 +1,9 @@
-"""Format-only SFT for a model that already knows language and code: how to call Python, read what
-came back and answer, and nothing about mathematics.
+"""Format-only SFT for a pre-trained model: how to call Python, read the result and answer. It
+teaches no mathematics.
 
-Every request says itself what to run (an expression to evaluate, a word to reverse, a list to
-sort); no request asks which operation a situation calls for. Some calls fail first and are mended,
-so that a failure is seen not to be the end. Tool responses are made by running the code.
+Every request states what to run (an expression to evaluate, a word to reverse, a list to sort); no
+request requires choosing an operation. Some first calls fail and are corrected, so that the model
+sees how to recover. Tool responses come from running the code.
 
 `conversations` is a pure function of its arguments.
 """
@@ -27,7 +27,7 @@ from rstar2.types import Conversation, Message
 NAME = "toolformat"
 
 SLIP_SHARE = 0.15
-"""Conversations whose first call fails."""
+"""Share of conversations whose first call fails."""
 
 CALL_REASONS = ("I will run Python.", "Use the tool.", "Run code.", "Python can do this.")
 RETRY_REASONS = ("That failed. Try again.", "Fix the code.")
@@ -40,11 +40,11 @@ WORDS = (
 )
 
 Request = tuple[str, str]
-"""What the user asks, and the expression that answers it."""
+"""The user's request and the expression that answers it."""
 
 
 def _expression(rng: random.Random) -> Request:
-    """An expression spelt out by the user: copied, not found."""
+    """An expression that the request contains literally."""
     numbers = [rng.randint(1, 999) for _ in range(rng.choice((2, 2, 3)))]
     text = str(numbers[0])
     for number in numbers[1:]:
@@ -103,7 +103,7 @@ REQUESTS: dict[Callable[[random.Random], Request], float] = {
 
 
 def _code(expression: str, rng: random.Random) -> str:
-    """A clean program."""
+    """A correct program."""
     return rng.choice(
         (
             f"print({expression})",
@@ -115,12 +115,12 @@ def _code(expression: str, rng: random.Random) -> str:
 
 
 def _slip(expression: str, rng: random.Random) -> str:
-    """A program that raises, or that Python refuses."""
+    """A program with an error: it raises, or does not compile."""
     return rng.choice((f"print({expression}", f"x = {expression}\nprint(y)", f"print {expression}"))
 
 
 def conversations(count: int, seed: int) -> Iterator[Conversation]:
-    """Requests, calls, responses and answers."""
+    """Generate conversations of requests, calls, responses and answers."""
     rng = random.Random(f"{NAME} {seed}")
     makers, weights = list(REQUESTS), list(REQUESTS.values())
     for index in range(count):

@@ -43,7 +43,7 @@ def test_weights_that_make_no_mixture_are_refused(weights: dict[str, float], mes
 
 
 def test_a_source_without_rows_is_an_error_only_if_it_has_a_share() -> None:
-    with pytest.raises(UserError, match="nothing of b"):
+    with pytest.raises(UserError, match="no row of b"):
         plan_mixture({"a": 5, "b": 0}, {"a": 1, "b": 1}, None)
     assert plan_mixture({"a": 5, "b": 0}, None, None) == {"a": 5, "b": 0}
     assert plan_mixture({"a": 0}, None, None) == {"a": 0}

@@ -133,7 +133,7 @@ def test_an_error_leaves_nothing_half_made(tmp_path: Path) -> None:
     empty = SftSource(write(tmp_path / "c.jsonl"), "c")
     for sources, error, message in (
         ([good, unknown], UserError, r"b\.jsonl:1: no converter knows"),
-        ([good, empty], DataError, "holds no row"),
+        ([good, empty], DataError, "contains no row"),
         ([good, good], DataError, "repeat"),
     ):
         with pytest.raises(error, match=message):

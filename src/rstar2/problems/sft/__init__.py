@@ -1,1 +1,1 @@
-"""SFT data: public conversations and function calls to our messages form, with JSON tool calls."""
+"""SFT data: convert public chat and function-calling data to messages with JSON tool calls."""

@@ -1,7 +1,7 @@
-"""Tool calls as publishers write them -> calls, checked against the signatures they belong to.
+"""Parse tool calls as publishers write them, and check them against their signatures.
 
-Three notations are read, each by its own strict grammar; text outside it is a `BadCall`, which the
-caller counts and drops. Nothing is repaired: no quotes are added, no names guessed.
+Each of three notations has a strict grammar. Other text is a `BadCall`, which the caller counts and
+drops. Nothing is repaired: no quotes are added and no names are guessed.
 
 | notation                                            | written by                   |
 |-----------------------------------------------------|------------------------------|
@@ -9,7 +9,7 @@ caller counts and drops. Nothing is repaired: no quotes are added, no names gues
 | {"name": "f", "arguments": '{...}'}                 | Glaive; \\' is an apostrophe |
 | [f(a="x", b=[1, 2]), g h(c=True)]                   | ToolACE                      |
 
-Signatures come out as JSON schema: Python's names of types (dict, int, float ...) are translated.
+Signatures become JSON schema: Python type names (dict, int, float ...) are translated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Signature = Mapping[str, Any]
 
 
 class BadCall(ValueError):
-    """Text that was meant as a call and is none, or a call that its signature does not allow."""
+    """A call that does not parse, or that its signature does not allow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class FunctionCall:
     arguments: Mapping[str, Any]
 
     def text(self) -> str:
-        """As the model is to write it, and as our chat template writes `tool_calls`."""
+        """The call as the model should write it, and as our chat template writes `tool_calls`."""
         name = json.dumps(self.name, ensure_ascii=False)
         arguments = json.dumps(self.arguments, ensure_ascii=False)
         return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
@@ -53,7 +53,7 @@ def json_call(text: str) -> FunctionCall:
 
 
 def call_of(value: Any) -> FunctionCall:
-    """A call that is decoded already."""
+    """A call from a decoded JSON object."""
     if not isinstance(value, Mapping):
         raise BadCall(f"a call should be a JSON object, not {type(value).__name__}")
     name, arguments = value.get("name"), value.get("arguments")
@@ -62,7 +62,7 @@ def call_of(value: Any) -> FunctionCall:
     if isinstance(arguments, str):
         arguments = _json(arguments, f"the arguments of {name}")
     if not isinstance(arguments, Mapping):
-        raise BadCall(f"the arguments of {name} are no JSON object")
+        raise BadCall(f"the arguments of {name} are not a JSON object")
     return FunctionCall(name, arguments)
 
 
@@ -90,7 +90,7 @@ def meant_as_bracketed(text: str) -> bool:
 
 
 def bracketed_calls(text: str, names: Sequence[str]) -> tuple[FunctionCall, ...]:
-    """Calls written as [f(a=1), g(b="x")]; names may hold spaces, so only listed ones are known."""
+    """Calls written as [f(a=1), g(b="x")]; names may contain spaces, so only listed ones parse."""
     text = text.strip()
     if not (text.startswith("[") and text.endswith("]")):
         raise BadCall("the calls are not between brackets")
@@ -166,11 +166,11 @@ def _literal(text: str, what: str) -> Any:
         pass  # not JSON: it may be Python's spelling
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # an invalid escape is no literal
+            warnings.simplefilter("error")  # an invalid escape is not a literal
             value = ast.literal_eval(text.strip())
         return json.loads(json.dumps(value, allow_nan=False))  # tuples become lists
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
-        raise BadCall(f"{what} is no literal: {text[:60]!r}") from error
+        raise BadCall(f"{what} is not a literal: {text[:60]!r}") from error
 
 
 def _json(text: str, what: str) -> Any:
@@ -181,14 +181,14 @@ def _json(text: str, what: str) -> Any:
 
 
 def _decode(text: str) -> Any:
-    """JSON with finite numbers only, as it must be written again."""
+    """Decode JSON with finite numbers only, so that it can be encoded again."""
     value = json.loads(text, parse_constant=_refuse_constant)
     json.dumps(value, allow_nan=False)
     return value
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 # --------------------------------------------------------------------------- signatures
@@ -206,13 +206,13 @@ _TYPES = {
 
 
 def signature(value: Any) -> Signature:
-    """A tool's signature in one form; a BadCall if it is none."""
+    """Normalise the signature of a tool; raise BadCall if it is not one."""
     inner = value.get("function", value) if isinstance(value, Mapping) else None
     if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
         raise BadCall(f"not a function signature: {str(value)[:80]!r}")
     parameters = inner.get("parameters")
     if parameters is not None and not isinstance(parameters, Mapping):
-        raise BadCall(f"the parameters of {inner['name']} are no JSON schema")
+        raise BadCall(f"the parameters of {inner['name']} are not a JSON schema")
     return {
         "type": "function",
         "function": {
@@ -227,12 +227,12 @@ def signatures(text: str) -> tuple[Signature, ...]:
     """The signatures of a JSON array."""
     listed = _json(text, "the list of functions")
     if not isinstance(listed, list):
-        raise BadCall("the functions are no JSON array")
+        raise BadCall("the functions are not a JSON array")
     return tuple(signature(each) for each in listed)
 
 
 def _schema(value: Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON schema with JSON's names of types, all the way down."""
+    """A JSON schema with JSON type names at every level."""
     made = dict(value)
     if isinstance(kind := made.get("type"), str):
         made["type"] = _TYPES.get(kind.lower(), kind)
@@ -270,7 +270,7 @@ _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _mismatch(value: Any, schema: Any, path: str) -> str | None:
-    """Why a value does not fit a schema; types, enums, required and unknown names are looked at."""
+    """Why a value does not fit a schema: types, enums, required and unknown names; else None."""
     if not isinstance(schema, Mapping):
         return None
     kinds = schema.get("type")
@@ -304,7 +304,7 @@ def _object_mismatch(value: Mapping[str, Any], schema: Mapping[str, Any], path: 
 
 def _is_a(value: Any, kind: Any) -> bool:
     wanted = _PYTHON_TYPES.get(kind)
-    if wanted is None:  # a type that JSON schema does not know: nothing to hold the value against
+    if wanted is None:  # not a JSON schema type: nothing to check
         return True
     if isinstance(value, bool) and kind != "boolean":
         return False

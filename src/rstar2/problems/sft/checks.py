@@ -1,8 +1,8 @@
-"""What a converted conversation must fulfil, as separate, counted, testable steps. Pure.
+"""Filters for converted conversations, each with its own count. Pure.
 
-Calls that their signatures allow, order of turns, no control tokens in foreign text, no math
-reasoning (the paper's SFT teaches format and tools, never how to solve), no overlap with the
-evaluation sets, no duplicates. A step returns None or why the conversation goes.
+Calls fit their signatures, turns are in order, text has no control tokens and no math reasoning
+(the paper's SFT teaches format and tools, not how to solve), and there is no overlap with
+evaluation sets and no duplicate. A filter returns None, or the reason for dropping a row.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _FOLLOWS = {
     "assistant": ("user", "tool"),
     "tool": ("assistant", "tool"),
 }
-"""Which roles may stand before a role."""
+"""Roles that may come before each role."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValidCalls:
-    """Every call names a listed function and gives the arguments that its signature asks for."""
+    """Every call names a listed function and its arguments fit the signature."""
 
     name: str = CALLS
 
@@ -50,7 +50,7 @@ class ValidCalls:
 
 @dataclass(frozen=True, slots=True)
 class OrderedTurns:
-    """Turns alternate, every call is answered, something is said, and nothing forges a turn."""
+    """Turns alternate, every call has a response, no message is empty or has control tokens."""
 
     name: str = "turns in order, no control tokens"
 
@@ -103,11 +103,11 @@ _SOLVE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class NoMathReasoning:
-    """Worked mathematics out; code, tool calls and what tools return are not looked at.
+    """Drop worked mathematics; code, tool calls and tool responses are ignored.
 
-    A heuristic, tuned to miss little: final-answer marks, reasoning tags, two worked computations
-    or one after a question that asks for it, and LaTeX beyond the odd symbol. How much it finds is
-    measured in docs/data.md.
+    A heuristic with high recall: final-answer marks, reasoning tags, two worked computations (one
+    is enough after a question that asks for it), and LaTeX beyond an occasional symbol.
+    docs/data.md has its measured recall.
     """
 
     name: str = "no math reasoning"
@@ -123,7 +123,7 @@ class NoMathReasoning:
 
 
 def math_reasoning(asked: str, answered: str) -> str | None:
-    """Why an answer is taken for worked mathematics, or None."""
+    """Why an answer counts as worked mathematics, or None."""
     text = _CODE.sub(" ", answered)
     if match := _THOUGHT.search(text):
         return f"a reasoning trace: {match[0]}"
@@ -155,7 +155,7 @@ def _user_texts(talk: ParsedConversation) -> Iterator[str]:
 
 @dataclass(slots=True)
 class UniqueConversations:
-    """Equal conversations; the first one stays. Signatures and calls are not compared."""
+    """Drop equal conversations; the first one is kept. Signatures and system text are ignored."""
 
     name: str = "no duplicates"
     _seen: HashTable = field(default_factory=HashTable)

@@ -1,4 +1,4 @@
-"""Publishers' schemas: how a row of each public data set becomes a conversation.
+"""Converters: how a row of each public data set becomes a conversation.
 
 A converter is a pure function from a row's fields to a `ParsedConversation`. It raises
 `UnusableRow` if a row does not have its publisher's shape or is of a kind that is not wanted, and
@@ -44,7 +44,7 @@ from rstar2.types import Conversation, Message
 
 
 class UnusableRow(ValueError):
-    """A row that is no example: `kind` is counted, the message says what was found."""
+    """A row that cannot be used: `kind` is counted, the message says why."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -53,7 +53,7 @@ class UnusableRow(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ParsedMessage:
-    """One message, with its calls still apart from its text."""
+    """One message, with its calls separate from its text."""
 
     role: str
     text: str
@@ -62,7 +62,7 @@ class ParsedMessage:
 
 @dataclass(frozen=True, slots=True)
 class ParsedConversation:
-    """One conversation as a converter read it; `notes` name what was left out of it on purpose."""
+    """One conversation as a converter reads it; `notes` name what it left out on purpose."""
 
     messages: tuple[ParsedMessage, ...]
     tools: tuple[Signature, ...] = ()
@@ -75,7 +75,7 @@ Converter = Callable[[Mapping[str, Any]], ParsedConversation]
 
 
 def to_conversation(talk: ParsedConversation, source: str) -> Conversation:
-    """Write the calls into the text, as the model is to write them."""
+    """Write the calls into the text, as the model should write them."""
     messages = tuple(
         Message(said.role, "\n".join([*filter(None, [said.text]), *(c.text() for c in said.calls)]))
         for said in talk.messages
@@ -127,7 +127,7 @@ _TOOLACE_LIST = "Here is a list of functions in JSON format that you can invoke:
 
 
 def _toolace(fields: Mapping[str, Any]) -> ParsedConversation:
-    """The functions stand in the system text; what says how to write calls is left out."""
+    """The functions are in the system text; the instructions on call syntax are left out."""
     before, marker, after = _text(fields, "system").partition(_TOOLACE_LIST)
     if not marker:
         raise UnusableRow("no functions", "the system text lists no functions")
@@ -136,7 +136,7 @@ def _toolace(fields: Mapping[str, Any]) -> ParsedConversation:
     except ValueError as error:
         raise BadCall(f"the list of functions does not parse: {error}") from error
     if not isinstance(listed, list):
-        raise BadCall("the functions are no JSON array")
+        raise BadCall("the functions are not a JSON array")
     tools = tuple(signature(each) for each in listed)
     names = [tool["function"]["name"] for tool in tools]
     messages = list(_system(before.strip()))
@@ -209,8 +209,8 @@ _FENCE = re.compile(r"^```[ \t]*([\w+#-]*)[^\n]*\n(.*?)^```[ \t]*$", re.DOTALL |
 def _magicoder(fields: Mapping[str, Any]) -> ParsedConversation:
     """A Python solution becomes a call of our tool.
 
-    What its author wrote after the code would come after the tool's response, which nobody knows;
-    it is left out, and that is noted.
+    Text after the code would follow the tool response, which is unknown, so it is left out and
+    noted.
     """
     oss = "problem" in fields
     problem = _text(fields, "problem" if oss else "instruction")
@@ -225,10 +225,10 @@ def _magicoder(fields: Mapping[str, Any]) -> ParsedConversation:
         raise UnusableRow("not Python", f"the code block is {tag or 'untagged'!r}")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # odd escapes are the program's business
+            warnings.simplefilter("ignore")  # invalid escapes do not matter here
             ast.parse(code)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise BadCall(f"the code is no Python: {error}") from error
+        raise BadCall(f"the code is not Python: {error}") from error
     name = TOOL["function"]["name"]
     call = FunctionCall(name, {"code": code.rstrip("\n"), "input": ""})
     after = solution[blocks[0].end() :].strip()
@@ -254,7 +254,7 @@ def _messages(fields: Mapping[str, Any], name: str = "messages") -> tuple[Parsed
             raise _unknown_role(role)
         calls = message.get("tool_calls") or []
         if not isinstance(calls, list):
-            raise BadCall("tool_calls is no list")
+            raise BadCall("tool_calls is not a list")
         made = tuple(call_of(c.get("function", c) if isinstance(c, Mapping) else c) for c in calls)
         if made and message.get("content") is None:
             parsed.append(ParsedMessage(role, "", made))
@@ -274,7 +274,7 @@ _SWITCH = re.compile(r"detailed thinking (?:on|off)\.?\s*")
 
 
 def _nemotron(fields: Mapping[str, Any]) -> ParsedConversation:
-    """Chat without reasoning; the switch "detailed thinking off" is another model's, and goes."""
+    """Chat without reasoning; the switch "detailed thinking off" of another model is removed."""
     if (reasoning := str(fields.get("reasoning", "off"))) != "off":
         raise UnusableRow("reasoning trace", f"reasoning is {reasoning!r}")
     if (category := str(fields.get("category", "chat"))) != "chat":
@@ -292,7 +292,7 @@ def _nemotron(fields: Mapping[str, Any]) -> ParsedConversation:
 
 
 def _nemotron_input(fields: Mapping[str, Any]) -> tuple[ParsedMessage, ...]:
-    """v1.1 holds messages, v1 one text in Llama 3's template."""
+    """Version 1.1 has messages, version 1 one text in the Llama 3 template."""
     if not isinstance(fields.get("input"), str):
         return _messages(fields, "input")
     turns = [(role, text.strip()) for role, text in _HEADERS.findall(fields["input"])]
@@ -334,7 +334,7 @@ _MARKS: tuple[tuple[str, set[str]], ...] = (
 
 
 def recognise(fields: Mapping[str, Any]) -> str:
-    """Name the converter whose publisher's fields a row has; a UserError lists the choices."""
+    """The name of the converter for a row's fields; a UserError lists the choices."""
     for name, wanted in _MARKS:
         if wanted <= fields.keys():
             return name

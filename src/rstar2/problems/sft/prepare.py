@@ -1,8 +1,8 @@
-"""Public data sets -> SFT conversations: convert, check, measure, mix, and say what happened.
+"""Convert public data sets to SFT conversations: convert, filter, measure, mix, and count.
 
-Nothing is lost: every row that goes in becomes a conversation, a line of `dropped.jsonl` with the
-step and the reason, or is counted as not drawn by the mixture. Rows stream; what is held is a few
-bytes a row (offsets, lengths, hashes). The output directory appears whole or not at all.
+Every input row becomes a conversation, a line of `dropped.jsonl` with the step and the reason, or
+counts as not drawn by the mixture. Rows stream; memory is a few bytes per row (offsets, lengths,
+hashes). The output directory appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Measure = Callable[[Conversation], tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class SftSource:
-    """One data set: where it is, what it is called, how to convert it (None: by its fields)."""
+    """One data set: its path, its name and its converter (None: recognised by its fields)."""
 
     path: str
     name: str
@@ -61,7 +61,7 @@ class SftSource:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """What to draw, and what a conversation may be long."""
+    """How much to draw of each source, and the longest conversation."""
 
     weights: Mapping[str, float] | None = None
     total: int | None = None
@@ -70,7 +70,7 @@ class Mixture:
 
 
 def characters(conversation: Conversation) -> tuple[int, int]:
-    """Lengths where no tokenizer is at hand."""
+    """Measure a conversation in characters, without a tokenizer."""
     size = sum(len(m.content) for m in conversation.messages)
     said = sum(len(m.content) for m in conversation.messages if m.role == "assistant")
     return size, said
@@ -78,7 +78,7 @@ def characters(conversation: Conversation) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class _Store:
-    """The converted rows of one source on disk, and how long each is."""
+    """The converted rows of one source on disk, with their lengths."""
 
     file: IO[bytes]
     ends: array[int] = field(default_factory=lambda: array("Q", [0]))
@@ -108,10 +108,12 @@ def prepare_sft(
     unit: str = "characters",
     progress: Callable[[int, int], None] | None = None,
 ) -> Card:
-    """Convert every source, mix them into the directory `out`; returns its data card."""
+    """Convert every source and mix them into the directory `out`; returns the data card."""
     if len({source.name for source in sources}) != len(sources):
-        raise DataError(f"source names repeat: {[source.name for source in sources]}")
-    checks = [ValidCalls(), *checks]  # no conversation is written without
+        raise DataError(
+            f"source names repeat: {[source.name for source in sources]}; write NAME=FILE"
+        )
+    checks = [ValidCalls(), *checks]  # always checked
     names = [READ, CONVERTED, *(check.name for check in checks)]
     names += [FITS] * (mixture.max_length is not None)
     card = Card(noun="conversations", steps=[StepCount(name) for name in names])
@@ -143,7 +145,7 @@ def prepare_sft(
 def plan_mixture(
     available: Mapping[str, int], weights: Mapping[str, float] | None, total: int | None
 ) -> dict[str, int]:
-    """Rows to draw of each source. Without weights all of them, or `total` in their proportion."""
+    """Rows to draw per source; without weights all of them, or `total` in proportion."""
     shares = dict(weights) if weights else {name: float(count) for name, count in available.items()}
     if missing := sorted(available.keys() - shares.keys()):
         raise UserError(f"--weight: {', '.join(missing)} have none; give every source a weight")
@@ -152,7 +154,9 @@ def plan_mixture(
     if weights and (bad := [name for name, share in shares.items() if not share > 0]):
         raise UserError(f"--weight: {', '.join(bad)}: a weight is a number above 0")
     if weights and (empty := [name for name, count in available.items() if not count]):
-        raise UserError(f"nothing of {', '.join(empty)} came through the steps: nothing to mix")
+        raise UserError(
+            f"no row of {', '.join(empty)} passed the filters: leave it out of the mixture"
+        )
     sizes = [count / shares[name] for name, count in available.items() if shares[name]]
     scale = min(sizes, default=0.0)
     if total is not None:
@@ -164,7 +168,7 @@ def plan_mixture(
 def draw_mixture(
     available: Mapping[str, int], counts: Mapping[str, int], seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(source, row) of every drawn row, shuffled; equal for equal arguments."""
+    """(source, row) of every drawn row, shuffled; deterministic in its arguments."""
     sources, rows = [], []
     for index, (name, count) in enumerate(counts.items()):
         rng = np.random.default_rng(derive_seed("mix", name, seed))
@@ -206,7 +210,7 @@ def _write_mixture(
 
 
 def summarise(lengths: np.ndarray, trained: np.ndarray, unit: str) -> Lengths:
-    """The line of the data card about lengths."""
+    """Length statistics for the data card."""
     p50, p90, p99 = (int(np.quantile(lengths, q, method="higher")) for q in (0.5, 0.9, 0.99))
     share = float(trained.sum() / max(1, lengths.sum()))
     return Lengths(
@@ -216,7 +220,7 @@ def summarise(lengths: np.ndarray, trained: np.ndarray, unit: str) -> Lengths:
 
 @dataclass(slots=True)
 class _Conversion:
-    """The steps with their counts; one for all sources, as duplicates are sought across them."""
+    """All filters with their counts. One for all sources, because duplicates span sources."""
 
     checks: Sequence[DataFilter[ParsedConversation]]
     card: Card
@@ -226,7 +230,7 @@ class _Conversion:
     notes: Counter[str] = field(default_factory=Counter)
 
     def run(self, source: SftSource) -> Iterator[tuple[Conversation, int, int]]:
-        """The conversations of a source that pass every check, each with its lengths."""
+        """The conversations of a source that pass every filter, with their lengths."""
         for row, talk in self._parsed_rows(source):
             if not self._passes(row, source.name, talk):
                 continue
@@ -266,7 +270,7 @@ class _Conversion:
                 self._drop(converting, str(error), row)
                 continue
             except BadCall as error:
-                # It is converted but for its calls: counted where calls are checked.
+                # Only its calls are wrong, so it counts where calls are checked.
                 converting.left += 1
                 calls.entered += 1
                 calls.count(f"{source.name}: does not parse")
