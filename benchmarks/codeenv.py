@@ -1,13 +1,13 @@
-"""Calls a second on one pinned core: ours through HTTP, a process per call, and the fork floor.
+"""Calls per second on one pinned core: this server, a process per call, and a bare fork.
 
     python benchmarks/codeenv.py [--quick] [--json] [--core N]
 
-Everything runs on the one core: the benchmark, the batching client, the HTTP server, the pool and
-the jailed programs. `subprocess` starts `python -c` per call. The floor is the least that any
-design on this machine can cost: os.fork of an interpreter with NumPy and SymPy imported, exec of
-the program, _exit, waitpid; no jail, no limits, no HTTP. The service's warm-up has not seen the
-programs measured here (checked below). Rates are those of a busy service: every measurement of
-each contender starts with a few calls that are not timed.
+Everything runs on the one core: the benchmark, the batching client, the HTTP server, the workers
+and the jailed programs. `subprocess` starts `python -c` per call. The floor is the lowest cost
+of any design on this machine: os.fork of an interpreter with NumPy and SymPy imported, exec of the
+program, _exit, waitpid; no jail, no limits, no HTTP. The server's warm-up has not seen the
+programs measured here (checked below). Rates are those of a busy server: every measurement of
+each variant starts with a few calls that are not timed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def programs(case: str, count: int, seed: int) -> list[str]:
 
 
 class Ours:
-    """The service through its client, as a trainer would use it."""
+    """The server through its client, as a trainer uses it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -68,7 +68,7 @@ class Ours:
         self.loop.run_until_complete(self.client.close())
 
     def wait_until_warm(self) -> None:
-        """Until no interpreter is being warmed up in the background."""
+        """Wait until no interpreter is being warmed up in the background."""
         deadline = time.monotonic() + WARM_S
         while set(self.client.endpoints[0].health.warm) != set(warmup.FLAVOURS):
             if time.monotonic() > deadline:
@@ -86,7 +86,7 @@ class Ours:
         return time.perf_counter() - start
 
     def rate(self, case: str, seed: int) -> float:
-        """Calls a second with 32 callers that never pause."""
+        """Calls per second with 32 callers that never pause."""
 
         async def main() -> float:
             await asyncio.gather(*(self.call(PROGRAMS.get(case, "1")) for _ in range(32)))
@@ -126,7 +126,7 @@ class Ours:
 
 
 def subprocess_rate(case: str, seed: int) -> float:
-    """Calls a second with a new Python process per call, four at a time."""
+    """Calls per second with a new Python process per call, four at a time."""
 
     def run(code: str) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -176,7 +176,7 @@ print(count / (time.perf_counter() - start))
 
 
 def floor_rate(case: str) -> float:
-    """Calls a second of a bare fork from a warm interpreter."""
+    """Calls per second of a bare fork from a warm interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", FLOOR, PROGRAMS[case], str(FLOOR_COUNTS[case])],
         capture_output=True, text=True, check=True,
@@ -185,7 +185,7 @@ def floor_rate(case: str) -> float:
 
 
 def warm_up_is_blind() -> bool:
-    """True if no program measured here is part of the service's warm-up."""
+    """True if no program measured here is part of the server's warm-up."""
     seen = {
         line for group in warmup._PROGRAMS.values() for text in group for line in text.split("\n")
     }

@@ -93,8 +93,12 @@ async def flood(args: argparse.Namespace) -> int:
 def main() -> int:
     parser = arguments(__doc__.split("\n")[0])
     parser.add_argument("--calls", type=int, default=45_000)
-    parser.add_argument("--slots", type=int, default=0, help="0: one per core, plus one")
-    parser.add_argument("--deadline", type=float, default=3600.0, help="of each call, in seconds")
+    parser.add_argument(
+        "--slots", type=int, default=0, help="Slots of the server; 0 means one per core, plus one."
+    )
+    parser.add_argument(
+        "--deadline", type=float, default=3600.0, help="Deadline of each call, in seconds."
+    )
     args = parser.parse_args()
     if args.quick:
         args.calls = min(args.calls, 3000)

@@ -1,13 +1,13 @@
-"""A long mixed load with deaths: nothing lost, nothing mixed up, nothing duplicated, nothing left.
+"""A long mixed load while processes are killed: no call lost, swapped or executed twice.
 
     python benchmarks/codeenv_soak.py --calls 50000 [--quick] [--json] [--no-bombs]
 
-5% of the calls never end, 2% eat memory, 1% are fork bombs; every other call computes something
-that only its own id can give. Meanwhile random workers and zygotes are killed with -9, and once, in
-the middle, the server itself (its owner, the client, starts it again). At the end the service is
-closed and the machine is searched for what it may have left.
+5% of the calls never end, 2% allocate too much memory, 1% are fork bombs; every other call has a
+result that only its own id can give. During the load, random workers and zygotes are killed with
+-9, and once, in the middle, the server itself (the client that owns it restarts it). At the end
+the server is closed, and the benchmark looks for processes and files that it left.
 
-Fork bombs run inside the jail only. `--no-bombs` leaves them out where the jail is not yet trusted.
+Fork bombs run inside the jail only. `--no-bombs` omits them where the jail is not trusted yet.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CONCURRENCY = 128
 
 @dataclass
 class Tally:
-    """What became of the calls."""
+    """The results of the calls."""
 
     answers: Counter[int] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -111,7 +111,7 @@ def children(pid: int) -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """State, parent and so on; empty when the process is gone."""
+    """State, parent and so on; empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -197,7 +197,7 @@ class Soak:
         await asyncio.gather(*(caller() for _ in range(CONCURRENCY)))
 
     async def kill(self, every: int) -> None:
-        """kill -9 a random worker every so many calls, each tenth time a zygote, once the server.
+        """kill -9 a random worker every `every` calls, each tenth time a zygote, once the server.
 
         By calls and not by time, so that a slow machine is not killed faster than it can start.
         """
@@ -226,7 +226,7 @@ class Soak:
         return True
 
     async def watch(self) -> None:
-        """Memory and process ids of the service, every second; progress on stderr."""
+        """Memory and process ids of the server, every second; progress on stderr."""
         started = time.perf_counter()
         while True:
             server = self.server()
@@ -243,7 +243,7 @@ class Soak:
             await asyncio.sleep(1.0 if done < 1000 else 3.0)
 
     def growth_mb(self, column: int) -> float:
-        """How much more memory the last server had at its end than when it was warm."""
+        """Memory growth of the last server from its warm-up to its end."""
         last = [sample[column] for sample in self.memory if sample[0] == self.memory[-1][0]]
         warm, end = last[len(last) // 4 : len(last) // 2], last[-max(1, len(last) // 4) :]
         if not warm:
@@ -279,7 +279,7 @@ async def soak(args: argparse.Namespace) -> int:
 
 
 async def _left(seen: set[tuple[int, str]]) -> list[str]:
-    """Processes of the service that are still there half a minute after its end."""
+    """Processes of the server that still run half a minute after its end."""
     for _ in range(300):
         if not alive(seen):
             return []
@@ -318,8 +318,12 @@ def _rows(
 def main() -> int:
     parser = arguments(__doc__.split("\n")[0])
     parser.add_argument("--calls", type=int, default=50_000)
-    parser.add_argument("--slots", type=int, default=0, help="0: one per core, plus one")
-    parser.add_argument("--kill-every", type=int, default=100, help="calls between two kills")
+    parser.add_argument(
+        "--slots", type=int, default=0, help="Slots of the server; 0 means one per core, plus one."
+    )
+    parser.add_argument(
+        "--kill-every", type=int, default=100, help="Number of calls between two kills."
+    )
     parser.add_argument("--no-bombs", dest="bombs", action="store_false")
     args = parser.parse_args()
     if args.quick:

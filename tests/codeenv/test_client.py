@@ -26,7 +26,7 @@ async def run(client: CodeEnvClient, call_id: str, code: str, **more: Any) -> To
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 (conditions of several objects)
             await asyncio.sleep(0.01)
 
@@ -268,17 +268,17 @@ async def test_closing_answers_what_is_open(serve: Any) -> None:
 
 async def test_a_server_that_hangs_is_left(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadlines, "HEALTH_EVERY_S", 0.05)
-    monkeypatch.setattr(deadlines, "HEALTH_REPLY_S", 0.1)
+    monkeypatch.setattr(deadlines, "HEALTH_REPLY_S", 1.0)
     async with serve() as one, serve() as two, await connect(one, two) as client:
 
         async def mute(scope: Any, receive: Any, send: Any) -> None:
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
 
         calls = [asyncio.create_task(run(client, f"c{i}", "sleep 0.3")) for i in range(8)]
         await until(lambda: one.table.active + two.table.active > 0)
         stuck, well = (one, two) if one.table.active else (two, one)
         stuck.app._dispatch = mute  # from now on it accepts and never answers
-        stuck.executor.obey = lambda request: asyncio.sleep(60)
+        stuck.executor.obey = lambda request: asyncio.sleep(600)
         more = [asyncio.create_task(run(client, f"d{i}", "echo 1")) for i in range(8)]
         results = await asyncio.gather(*calls, *more)
         assert all(r.outcome is Outcome.OK for r in results)
@@ -339,7 +339,9 @@ async def test_a_mixed_up_answer_is_never_believed(answer: Any) -> None:
         )
         assert any(isinstance(r, InvariantError) for r in results)
         for call_id, result in zip("ab", results, strict=True):
-            assert isinstance(result, InvariantError) or result.call_id == call_id
+            if not isinstance(result, InvariantError):
+                assert isinstance(result, ToolResult)
+                assert result.call_id == call_id
 
 
 async def test_nonsense_and_missing_lines_are_infrastructure(

@@ -36,7 +36,7 @@ KILLED = ToolResult("", Outcome.KILLED, message="killed by signal 11", signal=11
 
 
 async def ask(server: Any, path: str, body: Any) -> Any:
-    async with httpx.AsyncClient(timeout=20) as http:
+    async with httpx.AsyncClient(timeout=120) as http:
         response = await http.post(server.url + path, json=body)
         return response.status_code, response.json()
 
@@ -155,7 +155,7 @@ def fusion(server: Any, **more: Any) -> Any:
         **{"code": "print(1)", "language": "python", "run_timeout": 7, **more}
     )
     return asyncio.to_thread(
-        sandbox_fusion.run_code, request, endpoint=server.url, max_attempts=1, client_timeout=20
+        sandbox_fusion.run_code, request, endpoint=server.url, max_attempts=1, client_timeout=120
     )
 
 

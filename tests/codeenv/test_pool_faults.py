@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import subprocess
@@ -47,7 +48,7 @@ async def main():
         await asyncio.sleep(0.05)
     pids = [z.pid for z in workers.zygotes.values()] + [l.pid for l in workers.links]
     print(workers.directory, *pids, flush=True)
-    await asyncio.sleep(60)
+    await asyncio.sleep(600)
 
 asyncio.run(main())
 """
@@ -84,7 +85,7 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-async def gone(pids: list[int], within_s: float = 20.0) -> bool:
+async def gone(pids: list[int], within_s: float = 120.0) -> bool:
     end = time.monotonic() + within_s
     while any(alive(pid) for pid in pids):
         if time.monotonic() > end:
@@ -93,11 +94,15 @@ async def gone(pids: list[int], within_s: float = 20.0) -> bool:
     return True
 
 
-async def until(condition: Callable[[], bool], within_s: float = 40.0) -> None:
+async def until(condition: Callable[[], bool], within_s: float = 120.0) -> None:
     end = time.monotonic() + within_s
     while not condition():
-        assert time.monotonic() < end, "it never happened"
+        assert time.monotonic() < end, "the condition was never met"
         await asyncio.sleep(0.02)
+
+
+def idle(link: WorkerLink) -> bool:
+    return not link.busy
 
 
 async def running(executor: WorkerExecutor) -> WorkerLink:
@@ -142,7 +147,7 @@ async def test_call_whose_worker_dies_twice_is_infrastructure(
         link = await running(executor)
         os.kill(link.pid, signal.SIGKILL)
         await link.exited
-        await until(lambda link=link: not link.busy)
+        await until(functools.partial(idle, link))
     result = await call
     assert result.outcome is Outcome.INFRASTRUCTURE
     again = await table.call(RunRequest("t", "print('now')"))
@@ -153,7 +158,7 @@ async def test_hung_worker_is_replaced(table: CallTable, executor: WorkerExecuto
     await table.call(RunRequest("h0", "1"))
     for link in list(executor.workers.links):
         os.kill(link.pid, signal.SIGSTOP)
-    result = await table.call(RunRequest("h1", "print('ok')", limits=Limits(wall_s=0.5)))
+    result = await table.call(RunRequest("h1", "print('ok')", limits=Limits(wall_s=3.0)))
     assert (result.outcome, result.stdout) == (Outcome.OK, "ok\n")
 
 
@@ -234,7 +239,7 @@ async def test_killed_service_leaves_no_process_and_no_trace(level: str) -> None
         assert all(alive(int(pid)) for pid in pids)
         assert len(pids) >= 3
         process.kill()
-        process.wait(10)
+        process.wait(120)
         assert await gone([int(pid) for pid in pids])
         probe.sweep_runtime()
         for hierarchy in cgroups.hierarchies():
@@ -243,8 +248,9 @@ async def test_killed_service_leaves_no_process_and_no_trace(level: str) -> None
         assert not groups_of(process.pid)
     finally:
         process.kill()
-        process.wait(10)
-        process.stdout.close()
+        process.wait(120)
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 async def test_unknown_level_is_refused() -> None:
@@ -257,7 +263,7 @@ async def test_jail_that_does_not_hold_is_never_served(
     asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "strict" not in levels():
-        pytest.skip("strict cannot be had here")
+        pytest.skip("strict is unavailable here")
     real = selfcheck.check
 
     async def leaky(executor: WorkerExecutor) -> None:

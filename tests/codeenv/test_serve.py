@@ -85,7 +85,7 @@ async def test_a_server_that_dies_at_once_is_named(monkeypatch: pytest.MonkeyPat
 def test_an_owned_server_without_an_owner_ends() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "rstar2.codeenv.server.serve"],
-        stdin=subprocess.DEVNULL, capture_output=True, timeout=60,
+        stdin=subprocess.DEVNULL, capture_output=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 1
     assert "owner" in json.loads(done.stdout)["message"]

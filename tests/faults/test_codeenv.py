@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rstar2.codeenv.client import endpoint
+from rstar2.codeenv import deadlines
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.codeenv.client.owned import LocalServer
 from rstar2.codeenv.protocol import RunRequest
@@ -281,9 +281,12 @@ async def test_a_hung_server_is_replaced(
     client: CodeEnvClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert (await run(client, "before", "print(1)")).outcome is Outcome.OK
-    monkeypatch.setattr(endpoint, "HEALTH_EVERY_S", 0.1)
-    monkeypatch.setattr(endpoint, "HEALTH_DEADLINE_S", 3.0)
-    monkeypatch.setattr("rstar2.codeenv.client.owned.STOP_DEADLINE_S", 1.0)
+    monkeypatch.setattr(deadlines, "HEALTH_EVERY_S", 0.1)
+    monkeypatch.setattr(deadlines, "HEALTH_REPLY_S", 3.0)
+    owned = client.endpoints[0].owned
+    assert isinstance(owned, LocalServer)
+    assert owned.child is not None
+    owned.child.grace_s = 1.0
     first = server_pid(client)
     processes = family(first)
     os.kill(first, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""Measuring a code environment through its client: calls a second and latency."""
+"""Measure a code environment through its client: calls per second and latency."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROGRAMS: Mapping[str, str] = {
     "print(np.linalg.norm(np.linalg.inv(m.T @ m + np.eye(20))), np.linalg.svd(m)[1][:3])",
     "exception": "1/0",
 }
-"""None of them is part of the zygote's warm-up; a test compares."""
+"""None of them is part of the zygote's warm-up; a test checks it."""
 
 
 def quantile(values: list[float], q: float) -> float:
@@ -30,7 +30,7 @@ def quantile(values: list[float], q: float) -> float:
 async def measure(
     client: CodeEnvClient, code: str, seconds: float, concurrency: int
 ) -> dict[str, float]:
-    """Keep `concurrency` calls under way for a while; figures of the calls that ended."""
+    """Keep `concurrency` calls in flight for a while; figures of the calls that ended."""
     loop = asyncio.get_running_loop()
     numbers = itertools.count()
     run_id = secrets.token_hex(4)

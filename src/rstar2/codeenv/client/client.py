@@ -1,13 +1,13 @@
 """The client of the code environment: one `run` per call, batches on the wire, many servers.
 
 Invariants:
-- Every call gets its own result, exactly once, whatever dies on the way (ids are checked end to
-  end; a retry keeps its id, and servers execute an id once).
+- Every call gets its own result exactly once, also if servers or connections fail (both ends check
+  ids; a retry keeps its id, and servers execute an id once).
 - `run` and `verify` never raise for infrastructure: when no server could execute a call within its
-  deadline and attempts, its result says so (Outcome.INFRASTRUCTURE). What a program does wrong
-  is an outcome, too. Only bad input (UserError) and broken promises (InvariantError) are raised.
-- What is in flight to one server is bounded by its window, so any number of calls may be submitted
-  at once; a server's 429 stops new batches to it for as long as it asks.
+  deadline and attempts, the outcome is INFRASTRUCTURE. A failure of the program is an outcome as
+  well. Only bad input (UserError) and bugs (InvariantError) are raised.
+- The number of calls in flight to one server is bounded by its window, so any number of calls may
+  be submitted at once. After a 429 a server gets no new batches for as long as it asked.
 
 `dispatch` sends calls and routes their results; `endpoint` connects to servers and monitors them.
 """
@@ -43,7 +43,7 @@ NOWHERE = "http://127.0.0.1:9"
 
 
 async def _start_all(config: CodeEnvConfig, servers: Sequence[OwnedServer]) -> list[ServerEndpoint]:
-    """Start all servers at once; if one cannot, the others end and its error is raised."""
+    """Start all servers at once; if one fails, stop the others and raise its error."""
     results = await asyncio.gather(*(s.start() for s in servers), return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -89,7 +89,7 @@ class CodeEnvClient:
         return client
 
     async def _connect(self) -> None:
-        """Wait until one server answers; raises what stands in the way of all of them."""
+        """Wait until one server answers; raises the errors of all of them if none does."""
         loop = asyncio.get_running_loop()
         within_s = deadlines.CONNECT_S if self.config.urls else deadlines.OWNED_CONNECT_S
         deadline = loop.time() + within_s
@@ -109,7 +109,7 @@ class CodeEnvClient:
             await asyncio.sleep(0.2)
 
     def add(self, server: OwnedServer) -> None:
-        """Own one more server from now on; it is started, and revived, in the background."""
+        """Own one more server; it is started, and restarted, in the background."""
         endpoint = ServerEndpoint(NOWHERE, server.token, self.config.batch, server)
         self.endpoints.append(endpoint)
         self._dispatcher.spawn(endpoint.monitor(self._dispatcher.wake))
@@ -126,7 +126,7 @@ class CodeEnvClient:
         await self.close()
 
     async def close(self) -> None:
-        """Answer what is open, end the owned server, leave nothing."""
+        """Answer the open calls and stop the owned servers."""
         self._closed = True
         await self._dispatcher.close()
         for call in list(self._calls.values()):
@@ -140,7 +140,7 @@ class CodeEnvClient:
 
     @property
     def isolation(self) -> str:
-        """The weakest isolation level among the living servers."""
+        """The weakest isolation level of the servers that are up."""
         levels = {endpoint.health.isolation for endpoint in self.endpoints if endpoint.healthy}
         return "portable" if "portable" in levels else next(iter(levels), "")
 
@@ -171,13 +171,13 @@ class CodeEnvClient:
             self._leave(call)
 
     def _register(self, request: CallRequest) -> PendingCall:
-        """Submit a call, or join the one that is under way with the same id."""
+        """Submit a call, or join the one in flight with the same id."""
         if self._closed:
             raise UserError("this client is closed; start another")
         known = self._calls.get(request.id)
         if known is not None:
             if known.request != request:
-                raise UserError(f"id: {request.id!r} is under way for another request")
+                raise UserError(f"id: {request.id!r} is in flight for another request")
             known.waiters += 1
             return known
         pinned = None
@@ -191,7 +191,7 @@ class CodeEnvClient:
         return call
 
     def _leave(self, call: PendingCall) -> None:
-        """One waiter is done; a call that nobody waits for is forgotten."""
+        """One caller stopped waiting; a call without callers is forgotten."""
         call.waiters -= 1
         if call.waiters > 0:
             return
@@ -206,10 +206,10 @@ class CodeEnvClient:
         self, session: str | None = None, ttl_s: float | None = None
     ) -> SessionInfo:
         """Open a session on the least busy server; its calls all go there."""
-        living = [endpoint for endpoint in self.endpoints if endpoint.healthy]
-        if not living:
+        healthy = [endpoint for endpoint in self.endpoints if endpoint.healthy]
+        if not healthy:
             raise CodeEnvError("no code environment is up: " + self.endpoints[0].error)
-        endpoint = min(living, key=lambda e: e.outstanding)
+        endpoint = min(healthy, key=lambda e: e.outstanding)
         body = wire.SessionIn(session or f"s-{uuid.uuid4().hex}", ttl_s)
         info = await endpoint.json(
             "POST", "/v1/sessions", body, SessionInfo, deadlines.SESSION_REQUEST_S
@@ -229,7 +229,7 @@ class CodeEnvClient:
         return info
 
     async def close_session(self, session: str) -> None:
-        """End a session; one that expired or died with its server is closed already."""
+        """Close a session; one that expired or was lost with its server is already closed."""
         endpoint, life = self._session(session)
         del self._sessions[session]
         if endpoint.healthy and endpoint.health.server == life:

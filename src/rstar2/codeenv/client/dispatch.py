@@ -1,12 +1,12 @@
-"""How the client sends: batches to the least busy server, lines back to their calls, retries.
+"""The dispatcher of the client: batches to the least busy server, results to calls, retries.
 
     submit -> pending -> pump -> batch -> endpoint -> line -> future
                 ^                                       |
                 +-------- retry: same id, elsewhere ----+
 
-Every submitted call is in exactly one place: pending, in one batch's `open`, waiting out a pause
-before its retry, or resolved. A line is given to the call that it names; a line for a call that its
-batch does not wait for means that nothing from this stream can be trusted (InvariantError).
+Every submitted call is in exactly one place: pending, in one batch's `open`, in the pause before a
+retry, or resolved. A line resolves the call that it names. A line for a call that its batch does
+not wait for means that nothing from this stream can be trusted (InvariantError).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Retry(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class PendingCall:
-    """A request on its way, and who waits for it."""
+    """A submitted request, its retries, and the number of callers that wait for it."""
 
     request: CallRequest
     deadline: float
@@ -71,7 +71,7 @@ class PendingCall:
     attempts: int = 0
     avoid: ServerEndpoint | None = None
     pinned: tuple[ServerEndpoint, str] | None = None
-    """The server and its life that hold the call's session."""
+    """The server that holds the call's session, and the id of that start of the server."""
     batch: SentBatch | None = None
     why: str = "no server was free"
 
@@ -89,7 +89,7 @@ class SentBatch:
 
 @dataclass(slots=True)
 class ClientStats:
-    """What the client saw, for records and benchmarks."""
+    """Counters of the client, for records and benchmarks."""
 
     calls: int = 0
     batches: int = 0
@@ -109,12 +109,12 @@ class Dispatcher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def submit(self, call: PendingCall) -> None:
-        """Take a call on; its future is resolved exactly once unless it is abandoned."""
+        """Send a call; its future is resolved exactly once unless it is abandoned."""
         self.stats.calls += 1
         self._enqueue(call)
 
     def abandon(self, call: PendingCall) -> None:
-        """Nobody waits any more: never send it; break off a batch that is all abandoned."""
+        """No caller waits any more: never send it; cancel a batch of abandoned calls."""
         call.future.cancel()
         batch = call.batch
         if batch is not None and all(c.future.done() for c in batch.open.values()):
@@ -122,11 +122,11 @@ class Dispatcher:
             batch.task.cancel()
 
     def wake(self) -> None:
-        """Something changed (a server is up again): look at what is pending."""
+        """A server may have room again: try to send what is pending."""
         self._wake.set()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a task that ends with the dispatcher; a failure of its own is logged."""
+        """Run a task that ends with the dispatcher; its failure is logged."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
@@ -152,7 +152,7 @@ class Dispatcher:
     # ----------------------------------------------------------------- sending
 
     async def pump(self) -> None:
-        """Form batches while there are calls and room for them."""
+        """Form and send batches while there are calls and servers with room."""
         loop = asyncio.get_running_loop()
         while True:
             await self._wake.wait()
@@ -168,7 +168,7 @@ class Dispatcher:
                 batch.task = self.spawn(self._send(batch))
 
     def _gathering(self) -> bool:
-        """True while it pays to wait for more calls: there are few, and every server is busy."""
+        """True if waiting for more calls pays off: there are few, and every server is busy."""
         few = 0 < len(self._pending) < self.config.batch
         return few and self.config.linger_s > 0 and all(e.outstanding for e in self.endpoints)
 
@@ -217,7 +217,7 @@ class Dispatcher:
         return True
 
     async def _send(self, batch: SentBatch) -> None:
-        """Send one batch and deal with its lines; what stays open afterwards is sent again."""
+        """Send one batch and handle its lines; calls that stay open are sent again."""
         endpoint = batch.endpoint
         loop = asyncio.get_running_loop()
         self.stats.batches += 1
@@ -229,7 +229,7 @@ class Dispatcher:
             endpoint.mark_down(str(error))
             self._retry_all(batch, Retry.LOST, str(error), counts=batch.sent)
         except TimeoutError:
-            pass  # every call of the batch has told its own caller
+            log.debug("batch to %s passed the deadlines of all its calls", endpoint.url)
         except InvariantError as error:
             log.error("code environment %s: %s", endpoint.url, error)
             self._fail_all(batch, error)
@@ -261,7 +261,7 @@ class Dispatcher:
         return None
 
     def _encode(self, batch: SentBatch, now: float) -> bytes:
-        """The body; calls that cannot be written as JSON leave the batch with an answer."""
+        """The body; calls that cannot be written as JSON are answered and leave the batch."""
         parts = []
         for call in list(batch.open.values()):
             left_s = max(0.001, call.deadline - now)
@@ -277,11 +277,11 @@ class Dispatcher:
     # ----------------------------------------------------------------- answers
 
     def _answer(self, batch: SentBatch, line: bytes) -> None:
-        """Give one line to the call that it names."""
+        """Resolve the call that one line names."""
         try:
             reply = wire.read(line, wire.BatchLine)
         except wire.Refusal as error:
-            raise TransportError(f"{batch.endpoint.url} sent nonsense: {error}") from error
+            raise TransportError(f"{batch.endpoint.url} sent an invalid line: {error}") from error
         call = batch.open.get(reply.id)
         if call is None:
             raise InvariantError(
@@ -325,12 +325,12 @@ class Dispatcher:
         return self._close(batch, call, to_exception(error))
 
     def _refused(self, batch: SentBatch, error: wire.WireError) -> None:
-        """A batch that the server refused whole."""
+        """A batch that the server refused as a whole."""
         for call in list(batch.open.values()):
             self._error(batch, call, error)
 
     def _hold(self, endpoint: ServerEndpoint, error: wire.WireError) -> None:
-        """Send nothing more to a server for as long as it asked; then look again."""
+        """Send nothing to a server for as long as it asked, then try again."""
         loop = asyncio.get_running_loop()
         until = loop.time() + (error.retry_after_s or 0.1)
         if loop.time() >= endpoint.retry_at:
@@ -351,7 +351,7 @@ class Dispatcher:
         if call.future.done():
             return None
         if call.attempts >= ATTEMPTS:
-            message = f"given up after {call.attempts} attempts: {why}"
+            message = f"failed after {call.attempts} attempts: {why}"
             return self.resolve(
                 call, infrastructure_result(call.request, message, "", call.attempts)
             )
@@ -389,7 +389,7 @@ class Dispatcher:
 
 
 def _bad_arguments(request: CallRequest, message: str) -> CallResult:
-    """The answer to a call whose own text cannot be sent: the model's doing, so an outcome."""
+    """The result of a call whose text cannot be sent: the model's fault, therefore an outcome."""
     if isinstance(request, RunRequest):
         return ToolResult(request.id, Outcome.BAD_ARGUMENTS, message=message)
     return VerifyResult(request.id, error="bad_arguments", message=message)

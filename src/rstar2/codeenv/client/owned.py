@@ -28,20 +28,20 @@ class LocalServer:
         self.token = secrets.token_hex(16)
         self.config = config.model_copy(update={"urls": (), "token": self.token, "host": host})
         self.ready = ServerReady()
-        self._child: Child | None = None
+        self.child: Child | None = None
 
     @property
     def pid(self) -> int | None:
-        return self._child.pid if self._child is not None else None
+        return self.child.pid if self.child is not None else None
 
     @property
     def running(self) -> bool:
-        return self._child is not None and self._child.running
+        return self.child is not None and self.child.running
 
     async def start(self) -> ServerReady:
         """Start the process and wait until it serves; raises the error that it reports."""
         assert not self.running, "one owned server at a time"
-        self._child = Child(
+        self.child = Child(
             "the local code environment",
             [sys.executable, *COMMAND],
             parent_death_signal=None,  # it watches its stdin, and then cleans up
@@ -49,7 +49,7 @@ class LocalServer:
             stdin=self.config.model_dump_json().encode() + b"\n",
             reads_line=True,
         )
-        self.ready = await self._child.ready(self._first_line(self._child), deadlines.OWNED_START_S)
+        self.ready = await self.child.ready(self._first_line(self.child), deadlines.OWNED_START_S)
         return self.ready
 
     async def _first_line(self, child: Child) -> ServerReady:
@@ -68,11 +68,11 @@ class LocalServer:
 
     async def wait(self) -> int:
         """Wait until the process has ended; returns its exit code."""
-        assert self._child is not None
-        return await self._child.wait()
+        assert self.child is not None
+        return await self.child.wait()
 
     async def stop(self) -> None:
         """Stop the process: close its stdin, SIGTERM, then SIGKILL after the grace period."""
-        child, self._child = self._child, None
+        child, self.child = self.child, None
         if child is not None:
             await child.stop()

@@ -1,9 +1,9 @@
-"""The run APIs of code-judge and SandboxFusion, so that trainers built for them can point here.
+"""The run APIs of code-judge and SandboxFusion, for trainers that were built for them.
 
-Requests are read as leniently as the originals read them (unknown fields are ignored, ids may
-repeat), and answered with their field names. What cannot be honoured (another language, files) is
-refused by name instead of being ignored. Programs run as scripts there: the value of a last
-expression is not shown, and a traceback belongs to stderr.
+Requests are parsed as leniently as the originals parse them (unknown fields are ignored, ids may
+repeat), and responses have their field names. Unsupported requests (another language, files) are
+refused by name instead of being ignored. Programs run as scripts: the value of a last expression
+is not shown, and a traceback is part of stderr.
 
     code-judge      POST /run, /run/batch, /run/long-batch, /judge, /judge/batch,
                     /judge/long-batch; GET /ping, /status
@@ -45,7 +45,7 @@ class Submission(msgspec.Struct, frozen=True):
 
 
 class BatchSubmission(msgspec.Struct, frozen=True):
-    """Several programs, answered together in the order asked."""
+    """Several programs, answered together in their order."""
 
     submissions: list[Submission]
     sub_id: str | None = None
@@ -65,7 +65,7 @@ class SubmissionResult(msgspec.Struct, frozen=True):
 
 
 class JudgeResult(msgspec.Struct, frozen=True):
-    """A SubmissionResult without what the program wrote."""
+    """A SubmissionResult without the program's output."""
 
     sub_id: str
     success: bool
@@ -108,7 +108,7 @@ class CommandRunResult(msgspec.Struct, frozen=True):
 
 
 class RunCodeResponse(msgspec.Struct, frozen=True):
-    """SandboxError is the service's fault; clients try it again."""
+    """SandboxError is the server's fault; clients retry it."""
 
     status: Literal["Success", "Failed", "SandboxError"]
     message: str
@@ -200,7 +200,7 @@ class Compat:
         _check_python(asked.language, "language")
         for field in ("files", "fetch_files"):
             if getattr(asked, field):
-                raise Refusal("invalid", f"{field}: files are not served here; leave it out", field)
+                raise Refusal("invalid", f"{field}: files are not supported; leave it out", field)
         memory_mb = asked.memory_limit_MB if asked.memory_limit_MB > 0 else None
         cap = self.table.config.cap
         cpu_s = min(asked.run_timeout, cap.cpu_s) if cap.cpu_s else asked.run_timeout
@@ -225,7 +225,7 @@ class Compat:
     # ----------------------------------------------------------------- both
 
     async def _run(self, code: str, stdin: str, limits: Limits, deadline_s: float) -> ToolResult:
-        """Run under a fresh id, with all the output that the server allows."""
+        """Run under a new id, with the largest output that the server allows."""
         cap = self.table.config.cap
         limits = dataclasses.replace(limits, output_chars=cap.output_chars)
         call = wire.RunIn(
@@ -237,11 +237,11 @@ class Compat:
 
 def _check_python(language: str, field: str) -> None:
     if language != "python":
-        raise Refusal("invalid", f"{field}: {language!r} is not served; only 'python' is", field)
+        raise Refusal("invalid", f"{field}: {language!r} is not supported; only 'python' is", field)
 
 
 def _stderr(result: ToolResult) -> str:
-    """What a Python process would have left on stderr, and the limit that ended it, if any."""
+    """What a Python process would have written to stderr, and the limit that ended it, if any."""
     limit = "" if result.outcome in (Outcome.OK, Outcome.NO_OUTPUT) else result.message
     parts = (result.stderr, result.traceback, "" if result.traceback else limit)
     return "\n".join(part for part in parts if part)

@@ -4,9 +4,9 @@
          -> drain (finish what runs within the grace, then cancel) -> executor.close
 
 A second signal skips the grace. An owned server (`python -m rstar2.codeenv.server.serve`) reads its
-configuration from the first line of stdin and takes the end of stdin, or another parent, for the
-death of its owner: it dies with it even when the owner was killed with -9. It answers on stdout
-with one line, `{"url": ...}` or `{"error": ..., "message": ...}`.
+configuration from the first line of stdin. When stdin closes, or its parent process changes, its
+owner has ended, and the server stops: it ends with its owner even on kill -9. It writes one line to
+stdout, `{"url": ...}` or `{"error": ..., "message": ...}`.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ log = logging.getLogger(__name__)
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 _START = (
     "the code environment cannot start: {error}; it needs a writable directory for temporary "
-    "files (TMPDIR) and the right to start processes; `rstar2 doctor` shows what it found"
+    "files (TMPDIR) and the right to start processes; see `rstar2 doctor`"
 )
 
 
 class QuietServer(uvicorn.Server):
-    """uvicorn without its signal handling: `serve` owns the order of shutdown."""
+    """uvicorn without its signal handling: `serve` controls the shutdown."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -52,7 +52,7 @@ class QuietServer(uvicorn.Server):
 
 
 def make_executor(config: CodeEnvConfig) -> Executor:
-    """The real executor, at the isolation level that was asked for or can be had."""
+    """The real executor, at the requested or the best available isolation level."""
     from rstar2.codeenv.server import probe
     from rstar2.codeenv.server.executor import WorkerExecutor
 
@@ -100,7 +100,7 @@ async def serve(
     executor: Executor | None = None,
     grace_s: float = deadlines.DRAIN_S,
 ) -> None:
-    """Serve until a signal or the owner's death; returns when nothing is left."""
+    """Serve until a signal or the end of the owner; returns when every process has ended."""
     check_exposure(config)
     stop = StopSignal()
     with bind(config) as sock, stop.on_signals():
@@ -116,7 +116,7 @@ async def serve(
 
 
 async def _start(executor: Executor, stop: StopSignal) -> bool:
-    """True when the executor is ready; False when a stop was asked for before."""
+    """True when the executor is ready; False if a stop was requested first."""
     starting = asyncio.create_task(executor.start())
     try:
         if await stop.unless(starting):
@@ -136,7 +136,7 @@ async def _serve(
     on_ready: Callable[[ServerReady], None],
     grace_s: float,
 ) -> None:
-    """Answer requests until a stop is asked for, then shut down in order."""
+    """Answer requests until a stop is requested, then shut down in order."""
     server_id = f"{socket.gethostname()}:{sock.getsockname()[1]}:{secrets.token_hex(3)}"
     table = CallTable(executor, config, server_id)
     server = QuietServer(
@@ -146,7 +146,7 @@ async def _serve(
         )
     )  # fmt: skip
     gc.collect()
-    gc.freeze()  # what is imported stays: no collection needs to look at it again
+    gc.freeze()  # imported objects stay: no collection needs to visit them again
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     on_ready(ServerReady(_url(config, sock), executor.stats().isolation, executor.slots))
     await stop.unless(serving)
@@ -168,7 +168,7 @@ async def _shut_down(
     forced.cancel()
     table.abort()
     server.should_exit = True
-    # Cancelled calls still get their last line; a caller that does not read it is cut off.
+    # Cancelled calls still get their last line; a caller that does not read it is disconnected.
     await asyncio.wait({serving}, timeout=deadlines.HTTP_STOP_S)
     server.force_exit = True
     await asyncio.wait({serving}, timeout=deadlines.HTTP_STOP_S)
@@ -178,7 +178,7 @@ async def _shut_down(
 
 
 class StopSignal:
-    """Set by the first signal; `forced` by the second, and by the owner's death."""
+    """Set by the first signal; `forced` by the second, and by the end of the owner."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
@@ -205,7 +205,7 @@ class StopSignal:
                 loop.remove_signal_handler(number)
 
     async def unless(self, task: asyncio.Task[None]) -> bool:
-        """True when the task ended before a stop was asked for; re-raises what it raised."""
+        """True if the task ended before a stop was requested; re-raises its exception."""
         asked = asyncio.create_task(self.asked.wait())
         done, _ = await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
         asked.cancel()
@@ -217,7 +217,7 @@ class StopSignal:
 async def _watch_owner(owner: IO[bytes], stop: StopSignal) -> None:
     """Force a stop when stdin ends or the parent changes.
 
-    The pipe tells at once; the parent's pid tells even if a fork of the owner holds the pipe.
+    The pipe is noticed at once; the parent's pid also works if a fork of the owner holds the pipe.
     """
     loop = asyncio.get_running_loop()
     parent = os.getppid()
@@ -245,7 +245,7 @@ def _url(config: CodeEnvConfig, sock: socket.socket) -> str:
 
 
 def main() -> int:
-    """Entry of an owned server; see the module's docstring for the conversation."""
+    """Entry point of an owned server; see the module docstring for its protocol."""
     logging.basicConfig(level=logging.WARNING, format="codeenv: %(levelname)s %(message)s")
     owner = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115
 
