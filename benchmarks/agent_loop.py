@@ -1,14 +1,14 @@
-"""The agent loop: what it costs by itself, and whether tools run while others generate.
+"""The agent loop: its own cost, and whether tool calls overlap with generation.
 
     python benchmarks/agent_loop.py [--quick] [--json] [--seed N] [--rollouts N]
 
-- Overhead: all rollouts at once against an engine that answers at once. CPU time of this process
-  per turn: prompt, decode, parse, tool response, bookkeeping; first with tools that answer at once
-  (the loop alone), then with real calls to a local code environment (the client included; the
-  server and the jailed programs are other processes).
-- Overlap: an engine that takes as long for all turns together as the code environment takes for
-  all calls. The peer is lockstep: everybody generates, then everybody's tools run. Perfect overlap
-  is a ratio of 0.5. Tool calls are real.
+- Overhead: all rollouts run concurrently with an engine that answers immediately. The figure is the
+  CPU time of this process per turn (prompt, decode, parse, tool response, bookkeeping), first with
+  tools that answer immediately (the loop alone), then with real calls to a local code environment
+  (client included; the server and the jailed programs are other processes).
+- Overlap: the engine takes as long for all turns as the code environment takes for all calls. The
+  peer is lockstep: all rollouts generate, then all tools run. Perfect overlap is a ratio of 0.5.
+  Tool calls are real.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ AGENT = AgentConfig(tool_deadline_s=300.0)
 
 
 class InstantTools:
-    """Tools that answer at once: what is left is the loop's own work."""
+    """Tools that answer immediately, to measure the loop's own work."""
 
     async def run(self, request: RunRequest) -> ToolResult:
         return ToolResult(request.id, Outcome.OK, stdout="42\n")
 
 
 class ScriptedEngine:
-    """Says the same turns to everybody; `turn_s` is the time a turn takes in one of its slots."""
+    """Generates the same turns for every session; a turn takes `turn_s` in one of its slots."""
 
     def __init__(self, template: Template, turn_s: float = 0.0) -> None:
         self._turns = [template.encode_turn(line) for line in lines()]
@@ -78,7 +78,7 @@ class ScriptedEngine:
 
 
 def lines() -> list[str]:
-    """What the model says: two calls and an answer."""
+    """The turns of the model: two calls and an answer."""
     body = json.dumps({"name": TOOL_NAME, "arguments": {"code": "print(6 * 7)", "input": ""}})
     call = f"{WORDS}</reason>\n<tool_call>\n{body}\n</tool_call>"
     return [call] * CALLS + [f"{WORDS}\n<answer>\\boxed{{42}}</answer>"]
@@ -96,7 +96,7 @@ class Measured:
 async def rollouts(
     count: int, run: str, engine: ScriptedEngine, tools: ToolRunner, template: Template
 ) -> Measured:
-    """Run all rollouts at once; any that does not end with an answer ends the benchmark."""
+    """Run all rollouts concurrently; stops the benchmark if one does not end with an answer."""
     problem = Problem("p", "What is 6 times 7?", "42")
     wall, cpu = time.perf_counter(), time.process_time()
     trajectories = await asyncio.gather(
@@ -125,7 +125,7 @@ async def rollouts(
 async def lockstep(
     count: int, run: str, engine: ScriptedEngine, tools: ToolRunner, template: Template
 ) -> float:
-    """The peer: all generate, wait for the last, all tools, wait for the last; seconds."""
+    """The peer: per turn all generations, then all tool calls; returns seconds."""
     start = time.perf_counter()
     sampling = Sampling(max_new_tokens=4096, stop_ids=template.stop_ids)
 
@@ -134,7 +134,7 @@ async def lockstep(
         for tool in parse_turn(text, turn_id=f"{run}/{index}/{turn}", max_calls=4).calls:
             result = await tools.run(RunRequest(tool.id, tool.code, deadline_s=300.0))
             if not result.outcome.succeeded:
-                raise SystemExit(f"a call was lost: {result.outcome} {result.message}")
+                raise SystemExit(f"a call failed: {result.outcome} {result.message}")
 
     for turn in range(TURNS):
         said = await asyncio.gather(
@@ -164,7 +164,7 @@ async def measure(count: int, overlapped: int) -> tuple[list[Row], dict[str, flo
         )
         rows.append(Row("real calls", count * CALLS / real.wall_s, unit="calls/s"))
         turn_s = real.wall_s * ENGINE_SEQUENCES / turns
-        say(f"{overlapped} rollouts, engine as slow as the tools ({turn_s * 1e3:.0f} ms a turn)")
+        say(f"{overlapped} rollouts, engine as slow as the tools ({turn_s * 1e3:.0f} ms per turn)")
         slow = ScriptedEngine(template, turn_s)
         ours = await rollouts(overlapped, "overlap", slow, tools, template)
         say("the same in lockstep")

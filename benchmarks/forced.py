@@ -1,15 +1,14 @@
-"""Rollouts of a chosen shape on a real vLLM engine: the computing is real, the words are given.
+"""Rollouts with prescribed lengths and tool calls on a real vLLM engine.
 
-A tiny model cannot make rollouts of the paper's shape, so each turn's length is drawn beforehand.
+A tiny model cannot produce rollouts of the paper's shape, so turn lengths are drawn first.
 The engine samples that many tokens (control tokens forbidden, no stop), and the last of them are
 replaced by a tool call or an answer before the agent loop sees them. Everything else is as in
-training: agent loop, fleet, scheduler, HTTP, sampling, KV cache, prefix cache. The replaced tokens
-have other KV than the engine computed for their places, so the next turn finds its prefix cached up
-to there and no further.
+training: agent loop, fleet, scheduler, HTTP, sampling, KV cache, prefix cache. The engine has
+computed other KV for the replaced tokens, so the next turn's cached prefix ends before them.
 
-Shape: the paper's first stage at 1/16 of its lengths. Calls a rollout: geometric, 2.7 in the mean,
-at most 9. Tokens a turn: log-normal (sigma 0.8), so that some rollouts are cut by the limit. A call
-sleeps in the jail, exponential, before it prints.
+Shape: the paper's first stage at 1/16 of its lengths. Calls per rollout: geometric with mean 2.7,
+at most 9. Tokens per turn: log-normal (sigma 0.8), so that some rollouts reach the limit. A call
+sleeps in the jail for an exponential time before it prints.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ SIGMA = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One rollout: tokens of each turn, and what the tool of each but the last one waits for."""
+    """One rollout: tokens of each turn, and seconds that the tool of each but the last sleeps."""
 
     turns: tuple[int, ...]
     waits: tuple[float, ...]
 
 
 def draw_plans(count: int, *, seed: int, mean_turn: int, mean_wait_s: float) -> list[Plan]:
-    """Plans of so many rollouts, a function of the seed."""
+    """Draw the plans of `count` rollouts; a function of the seed."""
     rng = random.Random(seed)
     plans = []
     for _ in range(count):
@@ -54,7 +53,7 @@ def draw_plans(count: int, *, seed: int, mean_turn: int, mean_wait_s: float) -> 
 
 
 class Script:
-    """What every rollout says, by session name; shared by all engines of a run."""
+    """The turns of every rollout, by session; shared by all engines of a run."""
 
     def __init__(self, template: Template, vocabulary: int) -> None:
         self._template = template
@@ -71,7 +70,7 @@ class Script:
         self._done[session] = 0
 
     def turn(self, session: str) -> tuple[int, tuple[int, ...]]:
-        """How many tokens the session's next turn has, and the last of them."""
+        """The length of the session's next turn, and the tokens it ends with."""
         plan, index = self._plans[session], self._done[session]
         if index < len(plan.waits):
             code = f"import time; time.sleep({plan.waits[index]:.2f}); print(7)"
@@ -87,7 +86,7 @@ class Script:
 
 
 class ForcedEngine(VllmEngine):
-    """A vLLM engine whose turns have the lengths and last words of a script."""
+    """A vLLM engine whose turns have the lengths and endings of a script."""
 
     script: Script
 
@@ -113,7 +112,7 @@ class ForcedEngine(VllmEngine):
 
 
 def problems(count: int) -> list[Problem]:
-    """Prompts of some length, each its own."""
+    """Distinct prompts of some length."""
     words = "Add the numbers of this list and say what comes out: "
     return [
         Problem(str(i), words + ", ".join(str((i * 37 + k * 11) % 97) for k in range(8)), "7")

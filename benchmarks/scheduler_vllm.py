@@ -1,22 +1,22 @@
-"""Rollout policies on two real vLLM engines with small KV caches: ours against the others.
+"""Scheduling policies on two real vLLM engines with small KV caches: ours and the others.
 
     python benchmarks/scheduler_vllm.py [--quick] [--json] [--seed N] [--model DIR]
 
-Run it with a Python that has vLLM (docs/engines.md). Two servers, one core each (both on the same
-core where there is only one), each with a KV cache that holds a dozen rollouts of the mean length;
-the real agent loop and code environment; rollouts of the paper's shape (`forced.py`). Each rival
-runs between two runs of ours and is compared with their mean, so that a machine whose speed changes
-from minute to minute does not choose the winner. All get the same rollouts, with empty prefix
-caches. As in every step of a run but its
-first, `reserve` knows the lengths of a step before (drawn with another seed); `reserve-cold` is the
-same policy in a first step.
+Run it with a Python that has vLLM (docs/engines.md). It starts two servers on one core each (both
+on the same core if there is only one). Each has a KV cache for a dozen rollouts of the mean length.
+Agent loop and code environment are real; the rollouts have the paper's shape (`forced.py`). Each of
+the other policies runs between two runs of ours and is compared with their mean, so that changes in
+the machine's speed do not decide the result. All get the same rollouts and start with empty prefix
+caches. `reserve` knows the lengths of an earlier step (drawn with another seed), as in all steps of
+a run except the first; `reserve-cold` is the same policy in a first step.
 
-What a preemption costs decides how much admission is worth: with a model too small, computing a
-prefix again takes less than one step of the engine, and overfilling it is nearly free. Untrained
-models of three sizes can be chosen (`--size`); docs/benchmarks.md says what each comes to.
+The cost of a preemption decides how much admission control is worth: if the model is too small,
+recomputing a prefix takes less than one engine step, and overfilling the cache costs almost
+nothing. `--size` selects an untrained model of one of three sizes; docs/benchmarks.md has the
+results of each.
 
-Beside each measurement stands what `rstar2 simulate` predicts for it, from an engine model that is
-fitted to steps measured on these engines before the first policy runs.
+Each measurement is shown with the prediction of `rstar2 simulate`, from an engine model fitted to
+steps that are measured on these engines before the first policy runs.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ from rstar2.types import Sampling, StopReason, Trajectory
 
 OURS = "reserve"
 COLD = "reserve-cold"
-RIVALS = ("static_split", "round_robin", "least_requests", "sticky_hash", "aimd", COLD)
+OTHERS = ("static_split", "round_robin", "least_requests", "sticky_hash", "aimd", COLD)
 SIZES = {"tiny": (128, 3), "small": (256, 4), "medium": (512, 6)}
 """Hidden size and layers."""
 GROUP = 8
 BLOCK = 32
 PROMPT_TOKENS, RESPONSE_TOKENS = 60, 16
-"""About: what `lengths_of` assumes of the step before."""
+"""Approximate values that `lengths_of` assumes for the earlier step."""
 DEADLINE_S = 900.0
-WATCH_S = 0.25
+LOAD_POLL_S = 0.25
 AGENT = AgentConfig(generate_deadline_s=DEADLINE_S, tool_deadline_s=120.0)
 
 
@@ -88,7 +88,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What the simulator says of the same rollouts under the same policy."""
+    """The simulator's prediction for the same rollouts under the same policy."""
 
     speed: float
     preemptions: int
@@ -97,7 +97,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one policy did with all rollouts once."""
+    """One run of all rollouts under one policy."""
 
     policy: str
     wall_s: float
@@ -105,7 +105,7 @@ class Measured:
     """Tokens sampled by the engines."""
     preemptions: int
     idle_share: float
-    """Share of the time in which an engine had nothing to do, mean of both."""
+    """Mean share of the time in which an engine was idle."""
     moved: int
     truncated: int
     predicted: Predicted
@@ -115,7 +115,7 @@ class Measured:
         return self.tokens / self.wall_s
 
 
-# --------------------------------------------------------------------------- one policy, once
+# --------------------------------------------------------------------------- one policy
 
 
 async def measure(
@@ -128,12 +128,12 @@ async def measure(
     setting: Setting,
     model: EngineModel,
 ) -> Measured:
-    """All rollouts at once under one policy."""
+    """Run all rollouts at once under one policy."""
     script = engines[0].script
     for engine in engines:
         await engine.client.forget(60.0)
     scheduler = Scheduler(config_of(policy), lengths_of(policy, setting))
-    fleet = Fleet(engines, scheduler, load_poll_s=WATCH_S)
+    fleet = Fleet(engines, scheduler, load_poll_s=LOAD_POLL_S)
     for engine in engines:
         fleet.join(engine.name, 0)
     before = [(await engine.load()).preemptions for engine in engines]
@@ -182,7 +182,7 @@ def config_of(policy: str) -> SchedulerConfig:
 
 
 def lengths_of(policy: str, setting: Setting) -> LengthModel:
-    """What a step before would have taught about lengths; nothing in a cold start."""
+    """The lengths learnt from an earlier step; empty in a cold start."""
     lengths = LengthModel()
     if policy != COLD:
         before = draw_plans(
@@ -198,7 +198,7 @@ def lengths_of(policy: str, setting: Setting) -> LengthModel:
 def predict(
     policy: str, made: Sequence[Trajectory], setting: Setting, model: EngineModel
 ) -> Predicted:
-    """Simulate the rollouts as they were, tool latencies included, under the same policy."""
+    """Simulate the measured rollouts and tool latencies under the same policy."""
     plans = tuple(
         RolloutPlan(
             t.id,
@@ -232,11 +232,11 @@ def predict(
 
 
 async def steps_of(engine: ForcedEngine, setting: Setting, quick: bool) -> list[MeasuredStep]:
-    """Measured steps: decoding at several batches and contexts, prompts of several lengths."""
+    """Measure decoding at several batch sizes and contexts, and prompts of several lengths."""
     salt = 0
 
     async def batch(count: int, prompt: int, new: int) -> float:
-        """Seconds for `count` requests together, none of whose prompts is cached."""
+        """Seconds for `count` concurrent requests without cached prompts."""
         nonlocal salt
         salt += 1
         sampling = Sampling(max_new_tokens=new)
@@ -276,8 +276,8 @@ async def steps_of(engine: ForcedEngine, setting: Setting, quick: bool) -> list[
 
 
 async def calibrate(engines: Sequence[ForcedEngine], setting: Setting, quick: bool) -> EngineFit:
-    """One model for both engines, from steps of both while both work."""
-    found = await asyncio.gather(*(steps_of(engine, setting, quick) for engine in engines))
+    """Fit one model to steps of both engines, measured while both work."""
+    measured = await asyncio.gather(*(steps_of(engine, setting, quick) for engine in engines))
     model = EngineModel(
         name="vllm-tiny",
         kv_tokens=engines[0].capacity().kv_tokens,
@@ -285,16 +285,16 @@ async def calibrate(engines: Sequence[ForcedEngine], setting: Setting, quick: bo
         max_sequences=setting.max_sequences,
         batch_tokens=2048,
     )
-    return fit_engine(model, [row for rows in found for row in rows])
+    return fit_engine(model, [step for steps in measured for step in steps])
 
 
-# --------------------------------------------------------------------------- all of them
+# --------------------------------------------------------------------------- all policies
 
 
 async def compare(
     model: Path, setting: Setting, policies: Sequence[str], args: Namespace
 ) -> tuple[list[Measured], EngineFit]:
-    """Start two engines, calibrate, and let the policies take turns."""
+    """Start two engines, fit the engine model and measure the policies in turn."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -331,14 +331,14 @@ async def compare(
             for repetition in range(setting.repetitions):
                 for place, policy in enumerate(in_turns(policies)):
                     run = f"{policy}-{repetition}-{place}"
-                    found = await measure(
+                    measured = await measure(
                         policy, run, engines, plans, tools, template, setting, fitted.model
                     )
                     say(
-                        f"{run}: {found.speed:.0f} tokens/s, {found.wall_s:.1f} s, "
-                        f"{found.preemptions} preemptions, idle {found.idle_share:.0%}"
+                        f"{run}: {measured.speed:.0f} tokens/s, {measured.wall_s:.1f} s, "
+                        f"{measured.preemptions} preemptions, idle {measured.idle_share:.0%}"
                     )
-                    made.append(found)
+                    made.append(measured)
             return made, fitted
     except EngineError:
         for engine in engines:
@@ -349,7 +349,7 @@ async def compare(
 
 
 def make_model(directory: Path, size: str) -> Path:
-    """An untrained model with the tiny recipe's tokenizer; what it says does not matter here."""
+    """An untrained model with the tiny recipe's tokenizer; its output does not matter here."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from rstar2.learner.tiny import make_tokenizer
@@ -376,7 +376,7 @@ def make_model(directory: Path, size: str) -> Path:
 
 
 def in_turns(policies: Sequence[str]) -> list[str]:
-    """Ours before, between and after the others."""
+    """Our policy before, between and after the others."""
     turns = [OURS]
     for policy in policies:
         if policy != OURS:
@@ -385,18 +385,18 @@ def in_turns(policies: Sequence[str]) -> list[str]:
 
 
 def beside(made: Sequence[Measured], policy: str) -> tuple[float, float]:
-    """Tokens a second of ours and of a rival that ran in between: their median ratio counts."""
-    found = [
+    """Tokens per second of ours and of a policy that ran in between, by their median ratio."""
+    pairs = [
         (one.speed, (before.speed + after.speed) / 2 / one.speed)
         for before, one, after in zip(made, made[1:], made[2:], strict=False)
         if one.policy == policy
     ]
-    theirs = statistics.median(speed for speed, _ in found)
-    return theirs * statistics.median(ratio for _, ratio in found), theirs
+    theirs = statistics.median(speed for speed, _ in pairs)
+    return theirs * statistics.median(ratio for _, ratio in pairs), theirs
 
 
 def rows_of(made: Sequence[Measured], policies: Sequence[str]) -> list[Row]:
-    """Ours against each rival."""
+    """Our policy compared with each of the others."""
     rows = []
     for policy in policies:
         if policy == OURS:
@@ -405,12 +405,12 @@ def rows_of(made: Sequence[Measured], policies: Sequence[str]) -> list[Row]:
         ours, theirs = beside(made, policy)
         rows.append(Row(f"tokens/s, {policy}", ours, theirs, target, "", policy))
     worst = max(m.preemptions for m in made if m.policy == OURS)
-    rows.append(Row("preemptions of ours, worst run", float(worst), None, "== 0"))
+    rows.append(Row("our preemptions, worst run", float(worst), None, "== 0"))
     return rows
 
 
 def print_table(made: Sequence[Measured], policies: Sequence[str]) -> None:
-    """Everything measured, medians over the repetitions, and what was predicted."""
+    """Medians of all measurements over the repetitions, with the predictions."""
     table = Table(box=None)
     table.add_column("policy", no_wrap=True)
     for name in ("tokens/s", "predicted", "error", "preemptions", "predicted", "idle", "predicted"):
@@ -434,12 +434,16 @@ def print_table(made: Sequence[Measured], policies: Sequence[str]) -> None:
 
 def main() -> int:
     parser = arguments(str(__doc__).partition("\n")[0])
-    parser.add_argument("--size", choices=SIZES, default="small", help="[small]")
-    parser.add_argument("--model", type=Path, help="a model directory instead")
-    parser.add_argument("--kv", type=int, default=Setting.kv_tokens, help="tokens an engine holds")
-    parser.add_argument("--rollouts", type=int, help="[200; 48 with --quick]")
-    parser.add_argument("--repetitions", type=int, help="[3; 1 with --quick]")
-    parser.add_argument("--policies", default=",".join((OURS, *RIVALS)))
+    parser.add_argument(
+        "--size", choices=SIZES, default="small", help="Size of the untrained model."
+    )
+    parser.add_argument("--model", type=Path, help="Use this model directory instead.")
+    parser.add_argument("--kv", type=int, default=Setting.kv_tokens, help="KV tokens per engine.")
+    parser.add_argument("--rollouts", type=int, help="Number of rollouts (200; 48 with --quick).")
+    parser.add_argument(
+        "--repetitions", type=int, help="Number of repetitions (3; 1 with --quick)."
+    )
+    parser.add_argument("--policies", default=",".join((OURS, *OTHERS)))
     args = parser.parse_args()
     setting = Setting(
         rollouts=args.rollouts or (48 if args.quick else 200),

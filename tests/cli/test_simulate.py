@@ -1,4 +1,4 @@
-"""`rstar2 simulate` from the outside."""
+"""`rstar2 simulate` as a command."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def test_json_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
     args = ("stage1", "--scale", "0.01", "--policies", "worst_case,least_requests", "--json")
     code, out, err = run(capsys, *args)
     assert code == 0, err
-    found = json.loads(out)
-    assert [row["policy"] for row in found["rows"]] == ["worst_case", "least_requests"]
-    assert all(row["ratio"] >= 1 for row in found["rows"])
+    output = json.loads(out)
+    assert [row["policy"] for row in output["rows"]] == ["worst_case", "least_requests"]
+    assert all(row["ratio"] >= 1 for row in output["rows"])
 
 
 def test_unknown_names_are_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,7 +49,7 @@ def test_help_explains_policies_and_workloads(capsys: pytest.CaptureFixture[str]
 
 
 def turn(start: float, sampled: int, response: int) -> Turn:
-    """Ten tokens a second, whoever else is there."""
+    """Ten tokens per second, independent of other turns."""
     return Turn(
         sampled_ids=(1,) * sampled,
         logprobs=(-1.0,) * sampled,

@@ -1,8 +1,8 @@
-"""`rstar2 chat`: watch an agent think, call Python, read what came back, and answer.
+"""`rstar2 chat`: talk to an agent that reasons, runs Python and answers.
 
-Works with any small transformers directory (embedded engine, streamed by the token), with a run
-directory (its newest export), and with an OpenAI-compatible endpoint. One message given on the
-command line is answered once; without one, every line of standard input is a message.
+The model is a transformers directory of a small model (embedded engine, streamed token by token), a
+run directory (its newest export), or an OpenAI-compatible endpoint. A message on the command line
+is answered once; without one, every line of standard input is a message.
 """
 
 from __future__ import annotations
@@ -34,31 +34,36 @@ if TYPE_CHECKING:
 
 progress = Console(stderr=True, markup=False, highlight=False)
 
-Prompt = Annotated[str | None, typer.Argument(help="one message; without it, lines of stdin")]
+Prompt = Annotated[
+    str | None, typer.Argument(help="One message. Without it, every line of stdin is a message.")
+]
 Model = Annotated[
-    Path | None, typer.Option(help="a transformers directory, or a run directory of rstar2")
+    Path | None, typer.Option(help="A transformers directory, or an rstar2 run directory.")
 ]
-Url = Annotated[str | None, typer.Option(help="an OpenAI-compatible endpoint instead of --model")]
-Served = Annotated[str | None, typer.Option("--served-model", help="which of the endpoint's")]
+Url = Annotated[str | None, typer.Option(help="An OpenAI-compatible endpoint, instead of --model.")]
+Served = Annotated[str | None, typer.Option("--served-model", help="The endpoint's model to use.")]
 Key = Annotated[
-    str | None, typer.Option(envvar="OPENAI_API_KEY", help="for the endpoint", show_envvar=True)
+    str | None,
+    typer.Option(envvar="OPENAI_API_KEY", help="API key of the endpoint.", show_envvar=True),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="one JSON trajectory per message on stdout")]
-Turns = Annotated[int, typer.Option(min=1, help="assistant turns per message")]
-Length = Annotated[int, typer.Option(min=16, help="tokens of the whole conversation")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy")]
-Seed = Annotated[int, typer.Option(help="of sampling")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON trajectory per message.")]
+Turns = Annotated[int, typer.Option(min=1, help="Maximum number of assistant turns per message.")]
+Length = Annotated[
+    int, typer.Option(min=16, help="Maximum number of tokens of the whole conversation.")
+]
+Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")]
+Seed = Annotated[int, typer.Option(help="Seed of the sampling.")]
 System = Annotated[
-    str, typer.Option(help="system text: paper, none, or auto (as the checkpoint was trained)")
+    str, typer.Option(help="System prompt: paper, none, or auto (as in the checkpoint's training).")
 ]
 CodeEnv = Annotated[
-    list[str] | None, typer.Option(help="code environment to use; without it, one is started")
+    list[str] | None, typer.Option(help="URL of a code environment. Without it, one is started.")
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What one chat was asked for."""
+    """The options of one chat."""
 
     max_turns: int
     max_length: int
@@ -87,7 +92,7 @@ def chat(
     system: System = "auto",
     codeenv: CodeEnv = None,
 ) -> None:
-    """Watch an agent think, call Python, read what came back, and answer."""
+    """Talk to an agent that reasons, runs Python and answers."""
     if (model is None) == (url is None):
         raise UserError("chat needs either --model DIR or --url URL")
     if system not in ("auto", "paper", "none"):
@@ -115,7 +120,7 @@ def chat(
 
 
 async def converse(speaker: Speaker, prompt: str | None, options: Options) -> bool:
-    """Answer one message or every line of stdin; False if infrastructure failed at the end."""
+    """Answer one message or every line of stdin; False if the last answer failed."""
     trajectory: Trajectory | None = None
     async for text in _messages(prompt, quiet=options.as_json):
         trajectory = await speaker.say(text)
@@ -134,14 +139,14 @@ async def converse(speaker: Speaker, prompt: str | None, options: Options) -> bo
 
 
 async def _messages(prompt: str | None, *, quiet: bool) -> AsyncIterator[str]:
-    """The message of the command line, or lines of stdin until it ends."""
+    """The message of the command line, or the lines of stdin."""
     if prompt is not None:
         yield prompt
         return
     loop = asyncio.get_running_loop()
     lines: asyncio.Queue[str | None] = asyncio.Queue()
 
-    def read() -> None:  # in a daemon thread: a blocking read must not hold up the exit
+    def read() -> None:  # in a daemon thread: a blocking read must not delay the exit
         for line in sys.stdin:
             loop.call_soon_threadsafe(lines.put_nowait, line)
         loop.call_soon_threadsafe(lines.put_nowait, None)
@@ -150,7 +155,7 @@ async def _messages(prompt: str | None, *, quiet: bool) -> AsyncIterator[str]:
     while True:
         if sys.stdin.isatty() and not quiet:
             progress.print("> ", end="", style="bold")
-        line = await lines.get()  # as long as the user thinks
+        line = await lines.get()  # no deadline: the user may think
         if line is None:
             return
         if line.strip():
@@ -168,7 +173,7 @@ def _summary(trajectory: Trajectory) -> str:
 def _too_long(trajectory: Trajectory, options: Options) -> str:
     if trajectory.prompt_ids and not trajectory.turns:
         return (
-            f"the prompt has {len(trajectory.prompt_ids)} tokens and the conversation may have "
+            f"the prompt has {len(trajectory.prompt_ids)} tokens, the limit of the conversation is "
             f"{options.max_length}: raise --max-length, or try --system none"
         )
     return f"the conversation reached {options.max_length} tokens (--max-length)"
@@ -191,14 +196,14 @@ def model_directory(path: Path) -> Path:
 
 
 def longest(directory: Path, asked: int) -> int:
-    """The asked-for length, or what the model's positions allow if that is less."""
+    """The requested length, or the model's maximum if that is less."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     return min(asked, int(config.get("max_position_embeddings") or asked))
 
 
 @dataclass(slots=True)
 class Streaming:
-    """An engine that also shows its tokens while they are sampled."""
+    """An engine that shows its tokens while they are sampled."""
 
     engine: EmbeddedEngine
     template: Template
@@ -215,7 +220,7 @@ class Streaming:
             nonlocal shown
             ids.extend(tokens)
             text = self.template.turn_text(ids)
-            if not text.endswith("\ufffd"):  # else: the rest of a character is still to come
+            if not text.endswith("\ufffd"):  # otherwise the rest of a character is missing
                 self.show(text[shown:])
                 shown = len(text)
 
@@ -310,7 +315,7 @@ def _settings(saved: TemplateConfig | None, system: str) -> TemplateConfig:
 
 
 class EndpointSpeaker:
-    """A conversation with an endpoint that speaks text."""
+    """A conversation with an endpoint that returns text."""
 
     def __init__(self, chat_loop: ChatLoop, config: TemplateConfig, options: Options) -> None:
         self._chat_loop, self._config, self._options = chat_loop, config, options
@@ -355,7 +360,7 @@ async def _endpoint(
 def _observer(
     output: ColouredOutput | None, *, end_turns: bool = False
 ) -> Callable[[LoopEvent], None]:
-    """Shows what came back from the tool; an endpoint's turns also end here."""
+    """An observer that shows tool results; with `end_turns` it also ends the turns."""
 
     def observe(event: LoopEvent) -> None:
         if output is None:
