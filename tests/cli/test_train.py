@@ -204,7 +204,7 @@ def test_a_signal_stops_in_order_and_says_how_to_go_on(
     with pytest.raises(typer.Exit) as caught:
         execute(tiny(), tmp_path, pipeline=stopped_by(number))
     assert caught.value.exit_code == 128 + number
-    assert "To go on: " in capfd.readouterr().err
+    assert "To resume: " in capfd.readouterr().err
     assert read_events(tmp_path)[-1]["event"] == "stopped"
     execute(tiny(), tmp_path, pipeline=small_run)
     assert [m["step"] for m in read_metrics(tmp_path)] == [1, 2]
@@ -221,7 +221,7 @@ def test_losing_an_engine_to_the_same_signal_is_no_failure(tmp_path: Path, capfd
     with pytest.raises(typer.Exit) as caught:
         execute(tiny(), tmp_path, pipeline=pipeline)
     assert caught.value.exit_code == 130
-    assert "To go on: " in capfd.readouterr().err
+    assert "To resume: " in capfd.readouterr().err
 
 
 def test_log_messages_go_to_a_file(tmp_path: Path, capfd: Any) -> None:

@@ -1,7 +1,7 @@
 """`rstar2 ablate`: GRPO, uniform resampling, RoC and its parts over seeds; a table and a plot.
 
 Every run is an `rstar2 train` of its own, with its recipe, log and run directory under --out, so
-that several can share a machine and each goes on where it stopped.
+that several can share a machine and each can be resumed.
 """
 
 from __future__ import annotations
@@ -27,22 +27,29 @@ STOP_DEADLINE_S = 60.0
 
 
 def ablate(
-    out: Annotated[Path, typer.Option(help="directory of all runs, table and plot")] = Path(
-        "runs/ablation"
-    ),
-    seeds: Annotated[int, typer.Option(min=1, help="number of seeds, from 0")] = 3,
+    out: Annotated[
+        Path, typer.Option(help="Directory of all runs, the table and the plot.")
+    ] = Path("runs/ablation"),
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds, counted from 0.")] = 3,
     variants: Annotated[
-        str, typer.Option(help="comma-separated; all: grpo, uniform, roc, roc-no-errors, ...")
+        str,
+        typer.Option(
+            help="Comma-separated variants, or all: grpo, uniform, roc, roc-no-errors, ..."
+        ),
     ] = "all",
-    steps: Annotated[int | None, typer.Option(help="RL steps of every run [80]")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="runs at once; give each a core or two")] = 1,
+    steps: Annotated[
+        int | None, typer.Option(help="RL steps of every run. The default is 80.")
+    ] = None,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Number of runs at once; give each one or two cores.")
+    ] = 1,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", "-s", metavar="KEY=VALUE", help="override a setting in all runs"),
+        typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override a setting in all runs."),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
-    """Compare what resampling keeps, from the same SFT checkpoints. Goes on where it stopped."""
+    """Compare variants of resampling from the same SFT weights. Resumes stopped runs."""
     from rstar2.pipeline.ablation import VARIANTS, to_json
     from rstar2.pipeline.ablation import ablate as run_all
     from rstar2.pipeline.ablation_report import plot, table
@@ -69,18 +76,18 @@ def ablate(
     try:
         runs = asyncio.run(supervised())
     except asyncio.CancelledError:
-        typer.echo("stopped; the same command goes on", err=True)
+        typer.echo("stopped; the same command resumes", err=True)
         raise typer.Exit(130) from None
     document = to_json(runs)
     (out / "ablation.json").write_text(document)
     (out / "ablation.md").write_text(table(runs))
     (out / "ablation.svg").write_text(plot(runs))
     typer.echo(document if json else table(runs))
-    typer.echo(f"written to {out}: ablation.md, ablation.json, ablation.svg", err=True)
+    typer.echo(f"wrote ablation.md, ablation.json and ablation.svg to {out}", err=True)
 
 
 def trainer(*, alone: bool) -> Execute:
-    """Runs recipes as processes; beside others each keeps to one thread per process."""
+    """Run recipes as processes; with several at once, each process uses one thread."""
     environment = dict(os.environ)
     if not alone:
         environment["OMP_NUM_THREADS"] = "1"
@@ -94,7 +101,7 @@ def trainer(*, alone: bool) -> Execute:
         file, log = path.with_suffix(".yaml"), path.with_suffix(".log")
         file.write_text(dump_recipe(recipe))
         started = monotonic()
-        typer.echo(f"{path.name} begins, log in {log}", err=True)
+        typer.echo(f"{path.name} started, log in {log}", err=True)
         child = Child(
             path.name,
             [sys.executable, "-m", "rstar2", "train", str(file), "--run", str(path)],
@@ -105,7 +112,7 @@ def trainer(*, alone: bool) -> Execute:
         )
         try:
             status = await child.wait()
-        finally:  # when the ablation is stopped, its runs stop in order
+        finally:  # when the ablation is stopped, its runs stop gracefully
             await child.stop()
         if status != 0:
             raise InfrastructureError(f"{path.name}: {child.post_mortem()} (log: {log})")

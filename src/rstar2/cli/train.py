@@ -1,7 +1,7 @@
 """`rstar2 train`, `quickstart` and `sft`: from a recipe's name to a finished run directory.
 
-Everything that can be refused is refused before torch is imported and before a file is made. A
-run that was stopped, by whatever means, goes on with the same command.
+Every check runs before torch is imported and before a file is created. The same command resumes a
+run that was stopped, however it was stopped.
 """
 
 from __future__ import annotations
@@ -33,35 +33,38 @@ Pipeline = Callable[[Recipe, RunDirectory, ProgressView], Awaitable[Any]]
 INTRO = """\
 [bold]rstar2 quickstart[/]  the whole rStar2-Agent recipe, small enough for this machine
 
-  A model of less than a million parameters is made from a seed. [cyan]SFT[/] teaches
-  it how to write a tool call, not which one is right. Three stages of [cyan]RL[/] with
-  GRPO-RoC then reward nothing but right answers: the model draws rollouts, its
+  A model of less than a million parameters is created from a seed. [cyan]SFT[/] teaches
+  it how to write a tool call, not which call is right. Three stages of [cyan]RL[/] with
+  GRPO-RoC then reward only correct answers: the model generates rollouts, its
   Python runs in a jail, and it learns from clean successes and varied failures.
-  What it can do is measured on held-out problems after every stage.
+  Every stage ends with an evaluation on held-out problems.
 
-  Stop with Ctrl-C whenever you like: the same command goes on from there.
+  You can stop at any time with Ctrl-C; the same command resumes the run.
 """
 
 RecipeArgument = Annotated[
-    str, typer.Argument(help="a recipe: a YAML file, or the name of a shipped one such as tiny")
+    str, typer.Argument(help="A recipe: a YAML file, or the name of a shipped recipe such as tiny.")
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", "-s", metavar="KEY=VALUE", help="override a setting (repeatable)"),
+    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override a setting. Can be repeated."),
 ]
 RunOption = Annotated[
-    Path | None, typer.Option("--run", help="run directory [runs/NAME-seedN]", metavar="DIR")
+    Path | None,
+    typer.Option("--run", help="The run directory. The default is runs/NAME-seedN.", metavar="DIR"),
 ]
-SeedOption = Annotated[int | None, typer.Option(help="override the recipe's seed")]
-FreshOption = Annotated[bool, typer.Option("--fresh", help="remove an earlier run and start anew")]
+SeedOption = Annotated[int | None, typer.Option(help="Override the recipe's seed.")]
+FreshOption = Annotated[
+    bool, typer.Option("--fresh", help="Remove an earlier run and start again.")
+]
 DryOption = Annotated[
-    bool, typer.Option("--dry-run", help="print the resolved recipe and where each value came from")
+    bool, typer.Option("--dry-run", help="Print the resolved recipe and the origin of each value.")
 ]
 RayOption = Annotated[
     str | None,
-    typer.Option("--ray-address", help="run on this Ray cluster (host:port, or auto)"),
+    typer.Option("--ray-address", help="Run on this Ray cluster (host:port, or auto)."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 def train(
@@ -74,7 +77,7 @@ def train(
     ray_address: RayOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Run a recipe: SFT, RL stages, evaluation after each. Goes on where it was stopped."""
+    """Run a recipe: SFT, RL stages, and an evaluation after each. Resumes a stopped run."""
     joined = [f"cluster.address={ray_address}"] if ray_address else []
     loaded = load_recipe(recipe, [*(set_ or ()), *joined], seed=seed)
     if dry_run:
@@ -90,7 +93,7 @@ def quickstart(
     fresh: FreshOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Train the tiny agent by the whole recipe on this machine, in minutes."""
+    """Train the tiny agent with the whole recipe on this machine, in minutes."""
     loaded = load_recipe("tiny", set_ or (), seed=seed)
     Console(stderr=True, highlight=False).print(INTRO)
     execute(loaded.recipe, run, fresh=fresh, json=json)
@@ -105,7 +108,7 @@ def sft(
     dry_run: DryOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Run only the SFT stage of a recipe, and evaluate what came out."""
+    """Run only the SFT stage of a recipe and evaluate the result."""
     loaded = load_recipe(recipe, [*(set_ or ()), "rl.stages=[]"], seed=seed)
     if loaded.recipe.sft is None:
         raise RecipeError(f"recipe {loaded.recipe.name} has no SFT stage (sft: null)")
@@ -120,17 +123,17 @@ def sft(
 
 
 def default_directory(recipe: Recipe, suffix: str = "") -> Path:
-    """Where a run goes if nothing else is said."""
+    """The default run directory."""
     return Path("runs") / f"{recipe.name}{suffix}-seed{recipe.seed}"
 
 
 def show(loaded: LoadedRecipe, run: Path | None) -> None:
-    """Print the resolved recipe, then what would keep it from starting on this machine."""
+    """Print the resolved recipe, then why it could not start on this machine, if so."""
     typer.echo(render_recipe(loaded), nl=False)
     try:
         preflight(loaded.recipe, run or default_directory(loaded.recipe))
     except UserError as error:
-        typer.echo(f"note: it could not start here as it is: {error}", err=True)
+        typer.echo(f"note: this recipe could not start here: {error}", err=True)
 
 
 def execute(
@@ -146,14 +149,14 @@ def execute(
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if not fresh and path.is_dir() and is_finished(path):
         RunDirectory.create_or_resume(path, recipe).close()  # refuses another recipe
-        console.print(f"[bold]{path}[/] is finished already; --fresh starts it anew")
+        console.print(f"[bold]{path}[/] is already finished; --fresh starts it again")
         conclude(path, json=json)
         return
     preflight(recipe, path)
     check_trackers(recipe)
     with RunDirectory.create_or_resume(path, recipe, fresh=fresh) as directory:
         if directory.resumed:
-            console.print(f"going on with the run in [bold]{path}[/]")
+            console.print(f"resuming the run in [bold]{path}[/]")
         with log_to(path / "log.txt"):
             _supervise(recipe, directory, pipeline, console)
         directory.event("finished")
@@ -180,7 +183,7 @@ def conclude(path: Path, *, json: bool) -> None:
 
 @contextmanager
 def log_to(path: Path) -> Iterator[None]:
-    """Send log messages of this process to a file of bounded size, not through the view."""
+    """Write log messages of this process to a file of bounded size."""
     handler = logging.handlers.RotatingFileHandler(path, maxBytes=8 << 20, backupCount=1)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
@@ -194,7 +197,7 @@ def log_to(path: Path) -> Iterator[None]:
 def _supervise(
     recipe: Recipe, directory: RunDirectory, pipeline: Pipeline | None, console: Console
 ) -> None:
-    """Run the pipeline; a signal stops it in order, and says how to go on."""
+    """Run the pipeline; a signal stops it gracefully and prints how to resume."""
     from rstar2.pipeline.progress import make_view
 
     view = make_view()
@@ -209,7 +212,7 @@ def _supervise(
         def stop(number: signal.Signals) -> None:
             stopped.append(number)
             if len(stopped) == 1:
-                view.note("stopping in order; again stops at once")
+                view.note("stopping gracefully; a second signal stops at once")
                 task.cancel()
             else:
                 loop.remove_signal_handler(number)
@@ -228,21 +231,21 @@ def _supervise(
         interrupted = True
     except Exception as error:
         directory.event("failed", error=type(error).__name__, message=str(error))
-        if not stopped:  # a terminal's Ctrl-C also ends engines, whose loss is then no news
+        if not stopped:  # Ctrl-C in a terminal also ends the engines: their loss is expected
             raise
         interrupted = True
     finally:
         view.close()
     if interrupted:
         directory.event("stopped", signal=stopped[0].name)
-        console.print(f"stopped. To go on: [bold]{shlex.join(again(sys.argv))}[/]")
+        console.print(f"stopped. To resume: [bold]{shlex.join(again(sys.argv))}[/]")
         raise typer.Exit(128 + stopped[0])
 
 
 def _real_pipeline(recipe: Recipe) -> Pipeline:
-    """The controller; imports torch, so only once everything has been checked."""
+    """The controller; it imports torch, so only after all checks."""
     if recipe.model.path in ("tiny", "smollm2") or Path(recipe.model.path).is_dir():
-        # Bars for loading files that are here already would only tear the view.
+        # Progress bars for loading local files would garble the view.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from rstar2.pipeline.controller import run
 
@@ -250,5 +253,5 @@ def _real_pipeline(recipe: Recipe) -> Pipeline:
 
 
 def again(argv: list[str]) -> list[str]:
-    """The command that goes on with this run."""
+    """The command that resumes this run."""
     return [Path(argv[0]).name, *(word for word in argv[1:] if word != "--fresh")]

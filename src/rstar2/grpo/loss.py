@@ -28,7 +28,7 @@ from torch import Tensor
 from rstar2.config import LossConfig
 
 LOG_RATIO_BOUND = 20.0
-"""exp is taken of log ratios within this bound, so that one broken token cannot give inf."""
+"""exp is taken of log ratios within this bound, so that one wrong token cannot give inf."""
 
 SUMS = (
     "tokens",
@@ -52,7 +52,7 @@ MAXIMA = ("ratio", "mismatch_ratio", "mismatch_abs")
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """What the loss needs to know of a micro-batch's sampled tokens, besides the current policy."""
+    """Inputs of the loss per sampled token of a micro-batch, besides the current policy."""
 
     rollout_T: Tensor
     old_T: Tensor
@@ -77,12 +77,12 @@ class Stats:
         )
 
     def add(self, other: Stats) -> None:
-        """Take another micro-batch or rank into account."""
+        """Add the statistics of another micro-batch or rank."""
         self.sums += other.sums
         self.maxima = torch.maximum(self.maxima, other.maxima)
 
     def metrics(self, config: LossConfig) -> dict[str, float]:
-        """Means per sampled token, and what they are made of."""
+        """Means per sampled token, maxima and counts, by metric name."""
         total = dict(zip(SUMS, self.sums.tolist(), strict=True))
         top = dict(zip(MAXIMA, self.maxima.tolist(), strict=True))
         tokens = max(total["tokens"], 1.0)
@@ -168,7 +168,7 @@ def grpo_loss(
 def importance(gap_T: Tensor, sequence_T: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
     """Weight of each token against the rollout policy, and whether its sequence takes part.
 
-    A dropped sequence has weight 0 and stays in the denominator, which is known beforehand.
+    A dropped sequence has weight 0 and stays in the denominator, which is known in advance.
     """
     weight_T = torch.ones_like(gap_T)
     if config.importance_cap is not None:

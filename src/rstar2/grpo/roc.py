@@ -1,4 +1,4 @@
-"""Resample on correct: which of a problem's 2G rollouts the policy learns from.
+"""Resampling on correct (RoC): which of a problem's 2G rollouts the policy learns from.
 
 A pure function of (group, config, seed): no I/O, no text, no torch (Invariant 6). Its inputs are
 fields: typed outcomes of tool calls, answer tags, turns and verified rewards.
@@ -124,8 +124,8 @@ def resample_on_correct(
 def select(group: Group, config: RocConfig, seed: int) -> Selection:
     """Choose the rollouts of one group to learn from; every choice carries its reason."""
     members = [i for i, t in enumerate(group.trajectories) if t.reward is not None]
-    found = [penalties(t) for t in group.trajectories]
-    p_err, p_format = [p for p, _ in found], [p for _, p in found]
+    both = [penalties(t) for t in group.trajectories]
+    p_err, p_format = [p for p, _ in both], [p for _, p in both]
     p_total = [
         p_err[i] * config.penalise_errors + p_format[i] * config.penalise_format for i in members
     ]

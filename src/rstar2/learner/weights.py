@@ -1,8 +1,8 @@
-"""Weights on their way out: to engines (each proven by a probe) and to disk (for anyone).
+"""Publishing weights: to engines (each proven by a probe) and to disk, as a model directory.
 
 Invariant 7: after an update no engine serves before its logprobs of a probe match the learner's.
 `publish` returns only when every engine has the new version and agrees; otherwise it raises
-WeightUpdateError, which names the engines and by how much they differ. Requests that run meanwhile
+WeightUpdateError, which names the engines and by how much they differ. Running requests
 are held from the update to the proof, so no token is sampled under weights that were not proven.
 """
 
@@ -36,19 +36,19 @@ R = TypeVar("R")
 PROBE_TOLERANCE = 1e-3
 """Largest difference of a probe token's logprob, float32 on both sides."""
 COARSE_TOLERANCE = 0.3
-"""The same for a bfloat16 engine: an estimate, as none was measured."""
+"""The same for a bfloat16 engine: an estimate, not measured."""
 
 FAST_DIRECTORY = Path("/dev/shm")
 """Where weight files go if they fit; else the usual temporary directory."""
 
 
 def probe_tolerance(dtype: str) -> float:
-    """What an engine of this number format may differ from a float32 learner by."""
+    """Largest allowed logprob difference of an engine of this number format."""
     return PROBE_TOLERANCE if dtype == "float32" else COARSE_TOLERANCE
 
 
 class WeightSource(Protocol):
-    """What publishing needs of a learner (one rank or a group of them)."""
+    """What publishing needs of a learner (one rank or a group of ranks)."""
 
     def state(self) -> dict[str, Tensor]: ...
 

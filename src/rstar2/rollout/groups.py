@@ -1,9 +1,9 @@
-"""All rollouts of one problem: run, graded, and those lost to infrastructure retried or counted.
+"""All rollouts of one problem: run and graded; infrastructure failures are retried, then counted.
 
-Training, evaluation and the difficulty filter draw their rollouts here, through the same agent
+Training, evaluation and the difficulty filter run their rollouts here, through the same agent
 loop, fleet and grader. Every rollout is its own task, so that tools and grading overlap with
-generation. Invariant 3: a rollout lost to infrastructure is started again `retries` times, then
-dropped from its group with a count under the failure's name; it never becomes a reward.
+generation. Invariant 3: a rollout that fails because of infrastructure is retried `retries` times,
+then dropped from its group and counted under the failure's name; it never becomes a reward.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GRADE_DEADLINE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class GroupRunner:
-    """Draws groups of rollouts; safe to use for many groups at once."""
+    """Runs groups of rollouts; can run many groups at once."""
 
     generator: Generator
     tools: ToolRunner
@@ -57,7 +57,7 @@ class GroupRunner:
     async def rollout(
         self, problem: Problem, *, group_id: str, index: int, seed: int, spec: RolloutSpec
     ) -> Trajectory:
-        """Run and grade one rollout, again if infrastructure lost it."""
+        """Run and grade one rollout; retry it after an infrastructure failure."""
         for attempt in range(1, self.agent.retries + 2):
             suffix = "" if attempt == 1 else f"~{attempt}"
             trajectory = await run_trajectory(
@@ -79,7 +79,7 @@ class GroupRunner:
 
 
 async def together(work: Iterable[Awaitable[T]]) -> list[T]:
-    """All results in order; on the first error or a cancellation the others end first."""
+    """Await all results in order; after an error or a cancellation, cancel the others first."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))
