@@ -1,4 +1,4 @@
-"""What a run does when parts of it fail: it goes on, or stops with the best it had."""
+"""What a run does when parts of it fail: it continues, or stops with its best weights."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from rstar2.config import Recipe
+from rstar2.engine.make import make_engines
 from rstar2.pipeline import runtime
 from rstar2.pipeline.controller import TrainingResult, run
 from rstar2.pipeline.progress import QuietView, StageKind
@@ -66,7 +67,7 @@ def test_killed_engine_comes_back_and_no_rollout_is_lost(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines: list[Any] = []
-    make = runtime.make_engines
+    make = make_engines
 
     def remember(*args: Any) -> list[Any]:
         engines.extend(make(*args))

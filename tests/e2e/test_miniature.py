@@ -77,7 +77,7 @@ def test_exports_load_in_transformers(finished: Path) -> None:
     for stage in ("sft", "short", "hard"):
         model = AutoModelForCausalLM.from_pretrained(finished / "exports" / stage)
         tokenizer = AutoTokenizer.from_pretrained(finished / "exports" / stage)
-        ids = tokenizer.apply_chat_template(
+        ids: Any = tokenizer.apply_chat_template(
             [{"role": "user", "content": "coin 44"}], return_tensors="pt", return_dict=True
         )
         assert model(**ids).logits.isfinite().all()
@@ -103,14 +103,14 @@ def test_killed_again_and_again_it_ends_with_the_same_numbers(
 
 def processes_of(run: Path) -> list[str]:
     """Command lines of living processes that descend from a driven run."""
-    found = []
+    processes = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if f"RSTAR2_TEST_RUN={run}\0".encode() in (process / "environ").read_bytes():
-                found.append((process / "cmdline").read_text().replace("\0", " "))
+                processes.append((process / "cmdline").read_text().replace("\0", " "))
         except (OSError, PermissionError):  # it ended while we looked, or is not ours
             continue
-    return found
+    return processes
 
 
 def test_sigterm_stops_in_order_and_leaves_no_process(tmp_path: Path) -> None:

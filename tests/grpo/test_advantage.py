@@ -26,7 +26,7 @@ def test_table(rewards: list[float], expected: list[float]) -> None:
 
 @given(st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=64))
 def test_zero_mean_and_unit_variance(rewards: list[float]) -> None:
-    found = advantages(rewards)
-    assert math.fsum(found) == pytest.approx(0.0, abs=1e-9)
+    values = advantages(rewards)
+    assert math.fsum(values) == pytest.approx(0.0, abs=1e-9)
     if len(set(rewards)) > 1:
-        assert math.fsum(a * a for a in found) / len(found) == pytest.approx(1.0)
+        assert math.fsum(a * a for a in values) / len(values) == pytest.approx(1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -10,16 +11,19 @@ from rstar2.config import LossConfig, RocConfig
 from rstar2.errors import InvariantError
 from rstar2.grpo import make_batch, select, split_minibatches, teaches
 from rstar2.grpo.batch import repeated_share
-from rstar2.types import Sample, StopReason
+from rstar2.types import Group, Sample, Selection, StopReason
+
+if TYPE_CHECKING:
+    from tests.grpo.conftest import MakeGroup, MakeTrajectory
 
 PLAIN = RocConfig(variant="none", drawn=4, kept=4)
 
 
-def pair(group):
+def pair(group: Group) -> tuple[Group, Selection]:
     return group, select(group, PLAIN, 0)
 
 
-def test_sample_carries_the_trajectory(trajectory, group) -> None:
+def test_sample_carries_the_trajectory(trajectory: MakeTrajectory, group: MakeGroup) -> None:
     made = group([trajectory(0, 1.0), trajectory(1, 0.0)])
     first, second = make_batch(7, [pair(made)], LossConfig()).samples
     assert (first.advantage, second.advantage) == (1.0, -1.0)
@@ -29,27 +33,33 @@ def test_sample_carries_the_trajectory(trajectory, group) -> None:
     assert (first.group_id, first.trajectory_id, first.version) == ("g", "t0", 3)
 
 
-def test_advantages_are_over_the_kept_only(trajectory, group) -> None:
+def test_advantages_are_over_the_kept_only(trajectory: MakeTrajectory, group: MakeGroup) -> None:
     made = group([trajectory(i, float(i < 3)) for i in range(8)])
     chosen = select(made, RocConfig(variant="none", drawn=8, kept=4), 0)
     samples = make_batch(0, [(made, chosen)], LossConfig()).samples
     assert [s.advantage for s in samples] == pytest.approx([1 / 3**0.5] * 3 + [-(3**0.5)])
 
 
-def test_group_that_teaches_nothing_is_left_out(trajectory, group) -> None:
+def test_group_that_teaches_nothing_is_left_out(
+    trajectory: MakeTrajectory, group: MakeGroup
+) -> None:
     same = group([trajectory(0, 1.0), trajectory(1, 1.0)])
     assert not teaches(pair(same)[1])
     assert make_batch(0, [pair(same)], LossConfig()).samples == ()
 
 
-def test_truncated_rollouts_stay_unless_filtered(trajectory, group) -> None:
+def test_truncated_rollouts_stay_unless_filtered(
+    trajectory: MakeTrajectory, group: MakeGroup
+) -> None:
     made = group([trajectory(0, 1.0), trajectory(1, 0.0, stop=StopReason.MAX_LENGTH)])
     assert len(make_batch(0, [pair(made)], LossConfig()).samples) == 2
     (kept,) = make_batch(0, [pair(made)], LossConfig(overlong_filter=True)).samples
     assert kept.advantage == 1.0, "the truncated rollout still counts in the group's statistics"
 
 
-def test_ngram_penalty_scales_repetitive_successes_only(trajectory, group) -> None:
+def test_ngram_penalty_scales_repetitive_successes_only(
+    trajectory: MakeTrajectory, group: MakeGroup
+) -> None:
     loop = tuple([5, 6] * 30)
     made = group([trajectory(0, 1.0, (), sampled=loop), trajectory(1, 0.0, (), sampled=loop)])
     share = repeated_share(made.trajectories[0])
@@ -58,7 +68,9 @@ def test_ngram_penalty_scales_repetitive_successes_only(trajectory, group) -> No
     assert (first.advantage, second.advantage) == pytest.approx((1 - 0.5 * share, -1.0))
 
 
-def test_selection_of_another_group_is_refused(trajectory, group) -> None:
+def test_selection_of_another_group_is_refused(
+    trajectory: MakeTrajectory, group: MakeGroup
+) -> None:
     made = group([trajectory(0, 1.0), trajectory(1, 0.0)])
     with pytest.raises(InvariantError, match="given for group"):
         make_batch(0, [(replace(made, id="h"), pair(made)[1])], LossConfig())

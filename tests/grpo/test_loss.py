@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,7 +14,16 @@ from rstar2.grpo.loss import SUMS, Stats, TokenBatch, grpo_loss, importance
 OFF = LossConfig(importance_cap=None)
 
 
-def run(config, *, ratio, advantage, mismatch=None, sequence=None, entropy=None, reference=None):
+def run(
+    config: LossConfig,
+    *,
+    ratio: Sequence[float],
+    advantage: Sequence[float],
+    mismatch: Sequence[float] | None = None,
+    sequence: Sequence[int] | None = None,
+    entropy: Sequence[float] | None = None,
+    reference: Sequence[float] | None = None,
+) -> tuple[float, list[float], dict[str, float], torch.Tensor | None]:
     """Loss with old logprob -1 everywhere, given ratios to it and of it to the rollout policy."""
     n = len(ratio)
     old = torch.full((n,), -1.0, dtype=torch.float64)
@@ -29,6 +39,7 @@ def run(config, *, ratio, advantage, mismatch=None, sequence=None, entropy=None,
     ent = torch.tensor(entropy or [0.0] * n, dtype=torch.float64, requires_grad=True)
     loss, stats = grpo_loss(current, ent, batch, config, n)
     loss.backward()
+    assert current.grad is not None
     return loss.item(), current.grad.tolist(), stats.metrics(config), ent.grad
 
 
@@ -46,9 +57,9 @@ class TestClip:
             (1.0, 0.0, 0.0, 0.0),
         ],
     )
-    def test_one_token(self, ratio, advantage, loss, gradient) -> None:
-        found, grad, metrics, _ = run(OFF, ratio=[ratio], advantage=[advantage])
-        assert found == pytest.approx(loss)
+    def test_one_token(self, ratio: float, advantage: float, loss: float, gradient: float) -> None:
+        value, grad, metrics, _ = run(OFF, ratio=[ratio], advantage=[advantage])
+        assert value == pytest.approx(loss)
         assert grad == pytest.approx([gradient], abs=1e-12)
         assert metrics["ratio/clip"] == float(gradient == 0.0 and advantage != 0.0)
 
@@ -114,6 +125,7 @@ class TestTerms:
         config = LossConfig(importance_cap=None, entropy=0.01)
         loss, _, metrics, grad = run(config, ratio=[1, 1], advantage=[0, 0], entropy=[2.0, 4.0])
         assert loss == pytest.approx(-0.03)
+        assert grad is not None
         assert grad.tolist() == pytest.approx([-0.005, -0.005])
         assert metrics["entropy"] == pytest.approx(3.0)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -17,22 +18,25 @@ from rstar2.config import RocConfig
 from rstar2.errors import UserError
 from rstar2.grpo import roc
 from rstar2.grpo.roc import draw, error_penalty, format_penalty, quotas, resample_on_correct, select
-from rstar2.types import Outcome, StopReason
+from rstar2.types import Group, Outcome, StopReason
+
+if TYPE_CHECKING:
+    from tests.grpo.conftest import MakeGroup, MakeTrajectory
 
 ROC = RocConfig(drawn=8, kept=4)
 
 
 def inclusion(weights: list[float], count: int) -> list[float]:
     """Exact probability that each item is among `count` successive draws, by enumeration."""
-    found = [0.0] * len(weights)
+    inclusion = [0.0] * len(weights)
     for order in itertools.permutations(range(len(weights)), count):
         left, probability = sum(weights), 1.0
         for item in order:
             probability *= weights[item] / left
             left -= weights[item]
         for item in order:
-            found[item] += probability
-    return found
+            inclusion[item] += probability
+    return inclusion
 
 
 class TestPenalties:
@@ -67,18 +71,20 @@ class TestPenalties:
         ]
         + [(Outcome.INFRASTRUCTURE, 0.5)],
     )
-    def test_every_outcome_is_counted_by_its_type(self, trajectory, outcome, p_err) -> None:
+    def test_every_outcome_is_counted_by_its_type(
+        self, trajectory: MakeTrajectory, outcome: Outcome, p_err: float
+    ) -> None:
         assert roc.penalties(trajectory(outcomes=(outcome,)))[0] == p_err
 
-    def test_one_clean_turn_has_no_format_penalty(self, trajectory) -> None:
+    def test_one_clean_turn_has_no_format_penalty(self, trajectory: MakeTrajectory) -> None:
         """The released code misses the first turn and gives it 1."""
         assert roc.penalties(trajectory(outcomes=(), turns=1, tags=1)) == (0.5, 0.0)
 
-    def test_all_turns_are_counted(self, trajectory) -> None:
+    def test_all_turns_are_counted(self, trajectory: MakeTrajectory) -> None:
         made = trajectory(outcomes=(Outcome.OK, Outcome.TIMEOUT, Outcome.OK), tags=3)
         assert roc.penalties(made) == (1 / 3, 2 / 4)
 
-    def test_text_is_not_read(self, trajectory) -> None:
+    def test_text_is_not_read(self, trajectory: MakeTrajectory) -> None:
         made = trajectory()
         assert roc.penalties(replace(made, text="max error 0.1")) == roc.penalties(made)
 
@@ -104,7 +110,14 @@ class TestQuotas:
             (5, 5, 2, (2, 2), (2, 0)),
         ],
     )
-    def test_table(self, positives, negatives, keep, minima, expected) -> None:
+    def test_table(
+        self,
+        positives: int,
+        negatives: int,
+        keep: int,
+        minima: tuple[int, int],
+        expected: tuple[int, int],
+    ) -> None:
         assert quotas(positives, negatives, keep, *minima) == expected
 
     @given(
@@ -114,7 +127,9 @@ class TestQuotas:
         st.integers(0, 4),
         st.integers(0, 4),
     )
-    def test_is_always_possible_and_full(self, positives, negatives, keep, low, high) -> None:
+    def test_is_always_possible_and_full(
+        self, positives: int, negatives: int, keep: int, low: int, high: int
+    ) -> None:
         k_pos, k_neg = quotas(positives, negatives, keep, low, high)
         assert 0 <= k_pos <= positives
         assert 0 <= k_neg <= negatives
@@ -160,7 +175,7 @@ class TestDraw:
         st.lists(st.tuples(st.booleans(), st.floats(0, 2)), min_size=1, max_size=40),
         st.integers(1, 32),
     )
-    def test_keeps_distinct_members(self, members, keep) -> None:
+    def test_keeps_distinct_members(self, members: list[tuple[bool, float]], keep: int) -> None:
         rewards = [float(r) for r, _ in members]
         kept = resample_on_correct(rewards, [p for _, p in members], keep, 7)
         assert len(kept) == len(set(kept)) == min(keep, len(members))
@@ -176,11 +191,15 @@ class TestDraw:
 
 
 class TestSelect:
-    def mixed(self, trajectory, group, positives: int, negatives: int):
+    def mixed(
+        self, trajectory: MakeTrajectory, group: MakeGroup, positives: int, negatives: int
+    ) -> Group:
         kinds = [1.0] * positives + [0.0] * negatives
         return group([trajectory(i, reward) for i, reward in enumerate(kinds)])
 
-    def test_is_a_function_of_group_and_seed(self, trajectory, group) -> None:
+    def test_is_a_function_of_group_and_seed(
+        self, trajectory: MakeTrajectory, group: MakeGroup
+    ) -> None:
         made = self.mixed(trajectory, group, 5, 5)
         assert select(made, ROC, 1) == select(made, ROC, 1)
         picks = {select(made, ROC, seed).kept for seed in range(30)}
@@ -189,7 +208,9 @@ class TestSelect:
         assert any(select(made, ROC, s).kept != select(other, ROC, s).kept for s in range(10))
 
     @pytest.mark.parametrize("variant", ["roc", "uniform", "none", "release"])
-    def test_every_choice_has_a_reason(self, trajectory, group, variant) -> None:
+    def test_every_choice_has_a_reason(
+        self, trajectory: MakeTrajectory, group: MakeGroup, variant: str
+    ) -> None:
         made = self.mixed(trajectory, group, 4, 4)
         chosen = select(made, ROC.model_copy(update={"variant": variant}), 3)
         assert len(chosen.kept) == 4
@@ -199,7 +220,9 @@ class TestSelect:
         kept = {c.reason for c in chosen.choices if c.kept}
         assert kept.isdisjoint(c.reason for c in chosen.choices if not c.kept)
 
-    def test_weight_is_what_was_drawn_by(self, trajectory, group) -> None:
+    def test_weight_is_what_was_drawn_by(
+        self, trajectory: MakeTrajectory, group: MakeGroup
+    ) -> None:
         clean, dirty = trajectory(0), trajectory(1, outcomes=(Outcome.EXCEPTION,))
         made = group([clean, dirty, trajectory(2, 0.0), trajectory(3, 0.0), trajectory(4, 0.0)])
         choices = select(made, ROC, 0).choices
@@ -208,19 +231,23 @@ class TestSelect:
     @pytest.mark.parametrize(
         ("switch", "weight"), [("penalise_errors", 1 / 1.05), ("penalise_format", 1 / 1.05)]
     )
-    def test_penalties_switch_off_one_by_one(self, trajectory, group, switch, weight) -> None:
+    def test_penalties_switch_off_one_by_one(
+        self, trajectory: MakeTrajectory, group: MakeGroup, switch: str, weight: float
+    ) -> None:
         dirty = trajectory(0, outcomes=(Outcome.TIMEOUT,), tags=0)
         made = group([dirty] + [trajectory(i, 0.0) for i in range(1, 6)])
         choice = select(made, ROC.model_copy(update={switch: False}), 0).choices[0]
         assert choice.weight == pytest.approx(weight)
         assert (choice.p_err, choice.p_format) == (1.0, 1.0)
 
-    def test_short_group_is_kept_whole(self, trajectory, group) -> None:
+    def test_short_group_is_kept_whole(self, trajectory: MakeTrajectory, group: MakeGroup) -> None:
         chosen = select(self.mixed(trajectory, group, 1, 2), ROC, 0)
         assert chosen.kept == (0, 1, 2)
         assert {c.reason for c in chosen.choices} == {roc.WHOLE}
 
-    def test_member_without_reward_is_never_kept(self, trajectory, group) -> None:
+    def test_member_without_reward_is_never_kept(
+        self, trajectory: MakeTrajectory, group: MakeGroup
+    ) -> None:
         lost = trajectory(0, None, stop=StopReason.ENGINE_FAILED)
         made = group([lost] + [trajectory(i, float(i % 2)) for i in range(1, 4)])
         for seed in range(5):
@@ -228,20 +255,24 @@ class TestSelect:
             assert chosen.kept == (1, 2, 3)
             assert chosen.choices[0].reason == roc.NO_REWARD
 
-    def test_empty_group(self, group) -> None:
+    def test_empty_group(self, group: MakeGroup) -> None:
         assert select(group([]), ROC, 0).choices == ()
 
-    def test_none_takes_the_first(self, trajectory, group) -> None:
+    def test_none_takes_the_first(self, trajectory: MakeTrajectory, group: MakeGroup) -> None:
         config = ROC.model_copy(update={"variant": "none"})
         assert select(self.mixed(trajectory, group, 2, 6), config, 5).kept == (0, 1, 2, 3)
 
-    def test_uniform_ignores_rewards_and_penalties(self, trajectory, group) -> None:
+    def test_uniform_ignores_rewards_and_penalties(
+        self, trajectory: MakeTrajectory, group: MakeGroup
+    ) -> None:
         config = ROC.model_copy(update={"variant": "uniform"})
         made = group([trajectory(i, float(i < 2), tags=i % 3) for i in range(8)])
         counts = Counter(i for s in range(4000) for i in select(made, config, s).kept)
         assert all(counts[i] / 4000 == pytest.approx(0.5, abs=0.04) for i in range(8))
 
-    def test_release_takes_cleanest_successes_and_first_failures(self, trajectory, group) -> None:
+    def test_release_takes_cleanest_successes_and_first_failures(
+        self, trajectory: MakeTrajectory, group: MakeGroup
+    ) -> None:
         config = ROC.model_copy(update={"variant": "release"})
         made = group(
             [

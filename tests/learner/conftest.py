@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from rstar2.types import Batch
 
 logging.disable_progress_bar()
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,
     "intermediate_size": 48,

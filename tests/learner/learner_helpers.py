@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from rstar2.config import LearnerConfig, LossConfig, OptimizerConfig
 from rstar2.learner.checkpoint import CheckpointStore
-from rstar2.learner.group import LearnerGroup
+from rstar2.learner.group import LearnerGroup, LocalRanks
 from rstar2.learner.learner import Learner
 from rstar2.types import Batch, Sample
 
@@ -57,15 +58,22 @@ def make_learner(
 
 def captured_gradient(learner: Learner, batch: Batch, loss: LossConfig) -> dict[str, Tensor]:
     """The gradient of one whole batch, with the weights left as they are."""
-    found: dict[str, Tensor] = {}
+    gradient: dict[str, Tensor] = {}
 
     def step() -> None:
-        found.update({n: p.grad.clone() for n, p in learner._named().items()})
+        gradient.update(_gradients(learner._named()))
 
     learner._optimizers.step = step  # type: ignore[method-assign]
-    found_metrics = learner.rl_step(batch, loss, 1)
-    assert found_metrics["updates"] == 1
-    return found
+    assert learner.rl_step(batch, loss, 1)["updates"] == 1
+    return gradient
+
+
+def _gradients(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    gradients = {}
+    for name, parameter in named.items():
+        assert parameter.grad is not None
+        gradients[name] = parameter.grad.clone()
+    return gradients
 
 
 def reference(
@@ -107,7 +115,7 @@ def reference(
                 total = total + loss.entropy * (logp.exp() * logp).sum()
     total = total / tokens
     total.backward()
-    return total.item(), {n: p.grad for n, p in model.named_parameters()}
+    return total.item(), _gradients(dict(model.named_parameters()))
 
 
 def largest_gap(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
@@ -131,16 +139,21 @@ def make_group(model_dir: Path, ranks: int, optimizer: OptimizerConfig = ADAMW) 
 
 
 def hold_group(model_dir: Path, pipe: Connection) -> None:
-    """A parent that starts two ranks, tells their ids and waits to be killed."""
+    """A parent that starts two ranks, sends their ids and waits to be killed."""
     group = make_group(model_dir, 2)
-    assert group._ranks is not None
-    ranks = group._ranks
+    ranks = local_ranks(group)
     pipe.send(([process.pid for process in ranks._processes], ranks._rendezvous.name))
     time.sleep(600)
 
 
+def local_ranks(group: LearnerGroup) -> LocalRanks:
+    """The processes of a group on this machine."""
+    assert isinstance(group._ranks, LocalRanks)
+    return group._ranks
+
+
 def write_forever(model_dir: Path, directory: Path, pipe: Connection) -> None:
-    """Go on from the latest checkpoint and save without end, telling when each is complete."""
+    """Resume from the latest checkpoint and save without end, reporting each complete one."""
     store, learner = CheckpointStore(directory, keep=3), make_learner(model_dir)
     saved = store.latest()
     if saved is not None:

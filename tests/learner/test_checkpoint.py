@@ -18,13 +18,14 @@ import torch
 from rstar2.config import LossConfig, OptimizerConfig
 from rstar2.errors import CheckpointError
 from rstar2.learner.checkpoint import META, STATE, CheckpointStore, TornError, read_meta
+from rstar2.learner.learner import Learner
 from rstar2.types import Batch
 from tests.learner.learner_helpers import PROBE, make_learner, random_batch, write_forever
 
 MUON = OptimizerConfig(lr=1e-3, warmup_steps=5, schedule="cosine", matrix_optimizer="muon")
 
 
-def train(learner, batch: Batch, steps: int) -> list[dict[str, float]]:
+def train(learner: Learner, batch: Batch, steps: int) -> list[dict[str, float]]:
     return [learner.rl_step(batch, LossConfig(kl=0.01), 2) for _ in range(steps)]
 
 

@@ -39,7 +39,9 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("family", ["model_dir", "qwen_dir"])
-def test_matches_the_slow_reference_in_float64(name: str, family: str, request) -> None:
+def test_matches_the_slow_reference_in_float64(
+    name: str, family: str, request: pytest.FixtureRequest
+) -> None:
     model_dir: Path = request.getfixturevalue(family)
     batch, loss = random_batch(random.Random(3), 3, 3, 60), LOSSES[name]
     learner = make_learner(model_dir, budget=200)
@@ -50,8 +52,8 @@ def test_matches_the_slow_reference_in_float64(name: str, family: str, request) 
         anchor = {n: p.detach() + 0.05 * torch.randn_like(p) for n, p in learner._named().items()}
         learner._reference = anchor
     expected_loss, expected = reference(model_dir, batch, loss, anchor)
-    found = captured_gradient(learner, batch, loss)
-    assert largest_gap(found, expected) < FLOAT64
+    gradient = captured_gradient(learner, batch, loss)
+    assert largest_gap(gradient, expected) < FLOAT64
     metrics = learner.rl_step(batch, loss, 1)
     assert metrics["loss"] == pytest.approx(expected_loss, rel=1e-6)
     assert (0.0 < metrics["mismatch/dropped"] < 1.0) == (loss.sequence_mask is not None)
@@ -59,8 +61,8 @@ def test_matches_the_slow_reference_in_float64(name: str, family: str, request) 
 
 def test_float32_is_near_the_reference(model_dir: Path, batch: Batch) -> None:
     _, expected = reference(model_dir, batch, LossConfig())
-    found = captured_gradient(make_learner(model_dir), batch, LossConfig())
-    assert largest_gap(found, expected) < FLOAT32
+    gradient = captured_gradient(make_learner(model_dir), batch, LossConfig())
+    assert largest_gap(gradient, expected) < FLOAT32
 
 
 def test_packed_equals_padded(model_dir: Path, batch: Batch) -> None:
@@ -75,8 +77,8 @@ def test_packed_equals_padded(model_dir: Path, batch: Batch) -> None:
     with torch.no_grad():
         logp = model(input_ids=ids, attention_mask=attend).logits.log_softmax(-1)
     padded = logp[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
-    found = make_learner(model_dir).logprobs([s.token_ids for s in batch.samples])
-    for row, values in enumerate(found):
+    logprobs = make_learner(model_dir).logprobs([s.token_ids for s in batch.samples])
+    for row, values in enumerate(logprobs):
         assert values == pytest.approx(padded[row, : len(values)].tolist(), abs=1e-5)
 
 
@@ -86,8 +88,8 @@ def test_accumulation_does_not_change_the_gradient(
 ) -> None:
     whole, split = make_learner(model_dir), make_learner(model_dir, budget=budget)
     expected = captured_gradient(whole, batch, LossConfig())
-    found = captured_gradient(split, batch, LossConfig())
-    assert largest_gap(found, expected) < 1e-5
+    gradient = captured_gradient(split, batch, LossConfig())
+    assert largest_gap(gradient, expected) < 1e-5
     assert whole.rl_step(batch, LossConfig(), 1)["microbatches"] == 1
     assert split.rl_step(batch, LossConfig(), 1)["microbatches"] >= 2
 
@@ -117,9 +119,9 @@ def test_bfloat16_is_near_float32_and_exports_as_such(
         seed=0,
     )
     wide = make_learner(model_dir, OptimizerConfig(lr=1e-3))
-    found, expected = (each.rl_step(batch, LossConfig(), 1) for each in (narrow, wide))
-    assert found["loss"] == pytest.approx(expected["loss"], abs=0.05)
-    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
+    low, high = (each.rl_step(batch, LossConfig(), 1) for each in (narrow, wide))
+    assert low["loss"] == pytest.approx(high["loss"], abs=0.05)
+    assert low["grad_norm"] == pytest.approx(high["grad_norm"], rel=0.1)
     assert {v.dtype for v in narrow.state().values()} == {torch.float32}, "master weights"
     narrow.export(tmp_path / "m")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "m").dtype is torch.bfloat16

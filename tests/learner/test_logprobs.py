@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from rstar2.learner.logprobs import PLAIN, HeadScale, token_logprobs
 from rstar2.learner.model import load_policy
 
 
-def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: HeadScale):
+def plain(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: HeadScale
+) -> tuple[Tensor, Tensor]:
     logits = hidden @ weight.T + (0 if bias is None else bias)
     logits = logits / scale.divisor
     if scale.softcap is not None:
@@ -37,9 +40,9 @@ def test_values_and_gradients(rows: int, scale: HeadScale, biased: bool) -> None
 
     expected = plain(hidden, weight, bias, target, scale)
     expected_grad = torch.autograd.grad((a * expected[0] + b * expected[1]).sum(), inputs)
-    found = token_logprobs(hidden, weight, bias, target, scale, chunk_bytes=rows * 4 * 13)
-    found_grad = torch.autograd.grad((a * found[0] + b * found[1]).sum(), inputs)
-    for mine, theirs in zip((*found, *found_grad), (*expected, *expected_grad), strict=True):
+    ours = token_logprobs(hidden, weight, bias, target, scale, chunk_bytes=rows * 4 * 13)
+    our_grad = torch.autograd.grad((a * ours[0] + b * ours[1]).sum(), inputs)
+    for mine, theirs in zip((*ours, *our_grad), (*expected, *expected_grad), strict=True):
         assert torch.allclose(mine, theirs, atol=1e-12)
 
 
@@ -63,7 +66,7 @@ def test_bfloat16_inputs_give_float32_logprobs() -> None:
 
 
 def test_scaled_heads_are_read_from_the_config_and_unknown_ones_refused(tmp_path: Path) -> None:
-    shape = {
+    shape: dict[str, Any] = {
         "vocab_size": 64,
         "hidden_size": 16,
         "intermediate_size": 16,

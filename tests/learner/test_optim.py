@@ -37,17 +37,17 @@ def test_schedule(step: int, warmup: int, schedule: str, expected: float) -> Non
 def test_orthogonalise_brings_singular_values_near_one(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     matrices = torch.randn(shape)
-    found = orthogonalise(matrices)
-    values = torch.linalg.svdvals(found)
+    orthogonal = orthogonalise(matrices)
+    values = torch.linalg.svdvals(orthogonal)
     assert values.min() > 0.3
     assert values.max() < 1.3
     alone = torch.stack([orthogonalise(m[None])[0] for m in matrices])
-    assert torch.allclose(found, alone, atol=1e-5)
+    assert torch.allclose(orthogonal, alone, atol=1e-5)
 
 
 def rows(seed: int, count: int = 8) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     rng = random.Random(seed)
-    made = []
+    made: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for _ in range(count):
         half = tuple(rng.randrange(3, VOCABULARY) for _ in range(6))
         made.append((half + half, (0,) * 6 + (1,) * 6))

@@ -17,7 +17,9 @@ LENGTHS = st.lists(st.integers(1, 400), min_size=1, max_size=60)
 
 class TestPlan:
     @given(LENGTHS, st.integers(64, 1000), st.integers(1, 4))
-    def test_every_sequence_once_within_the_budget(self, lengths, budget, ranks) -> None:
+    def test_every_sequence_once_within_the_budget(
+        self, lengths: list[int], budget: int, ranks: int
+    ) -> None:
         steps = plan(lengths, budget, ranks)
         assert sorted(i for bins in steps for part in bins for i in part) == list(
             range(len(lengths))
@@ -41,7 +43,7 @@ class TestRow:
     @pytest.mark.parametrize(
         ("mask", "length"), [((0, 1), 1), ((0, 1, 0, 0), 1), ((1, 0), 0), ((0, 0, 1, 0, 1, 0), 4)]
     )
-    def test_input_ends_before_the_last_predicted(self, mask, length) -> None:
+    def test_input_ends_before_the_last_predicted(self, mask: tuple[int, ...], length: int) -> None:
         assert input_length(mask) == length
 
     def test_predictions(self) -> None:
@@ -76,7 +78,7 @@ class TestPack:
 
 class TestAttention:
     @given(LENGTHS)
-    def test_buckets_bound_the_padding(self, lengths) -> None:
+    def test_buckets_bound_the_padding(self, lengths: list[int]) -> None:
         ordered = sorted(lengths, reverse=True)
         parts = cut(ordered)
         assert [n for part in parts for n in part] == ordered
@@ -86,12 +88,14 @@ class TestAttention:
 
     @settings(deadline=None, max_examples=20)
     @given(st.lists(st.integers(1, 90), min_size=1, max_size=8), st.sampled_from([None, 16]))
-    def test_equals_attention_of_each_sequence(self, lengths, window) -> None:
+    def test_equals_attention_of_each_sequence(
+        self, lengths: list[int], window: int | None
+    ) -> None:
         ordered = sorted(lengths, reverse=True)
         torch.manual_seed(0)
         query = torch.randn(1, 4, sum(ordered), 8, dtype=torch.float64)
         key, value = torch.randn(2, 1, 2, sum(ordered), 8, dtype=torch.float64)
-        found, _ = ragged_attention(
+        packed, _ = ragged_attention(
             torch.nn.Identity(),
             query,
             key,
@@ -113,7 +117,7 @@ class TestAttention:
                 attn_mask=mask,
                 scale=0.3,
             )
-            assert torch.allclose(found[:, part], expected.transpose(1, 2), atol=1e-12)
+            assert torch.allclose(packed[:, part], expected.transpose(1, 2), atol=1e-12)
             start += length
 
     def test_refuses_unsorted_lengths_and_unknown_models(self) -> None:

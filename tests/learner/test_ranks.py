@@ -18,7 +18,13 @@ from transformers import AutoModelForCausalLM
 from rstar2.config import LossConfig, OptimizerConfig
 from rstar2.errors import CheckpointError, DeadlineError
 from rstar2.learner.group import LearnerGroup, RankError
-from tests.learner.learner_helpers import ADAMW, hold_group, make_group, random_batch
+from tests.learner.learner_helpers import (
+    ADAMW,
+    hold_group,
+    local_ranks,
+    make_group,
+    random_batch,
+)
 
 MUON = OptimizerConfig(lr=1e-3, matrix_lr=5e-3, matrix_optimizer="muon")
 ROWS = [((1, 2, 3, 4), (0, 1, 0, 1)), ((5, 6, 7), (0, 0, 1)), ((8, 9) * 20, (0, 1) * 20)]
@@ -54,9 +60,9 @@ def test_two_ranks_equal_one(
             alone.pop("microbatches")
             together.pop("microbatches")
             assert together == pytest.approx(alone, rel=1e-4, abs=1e-6)
-        expected, found = one.state(), start.state()
-        assert found.keys() == expected.keys()
-        gap = max((found[n] - expected[n]).abs().max().item() for n in found)
+        expected, several = one.state(), start.state()
+        assert several.keys() == expected.keys()
+        gap = max((several[n] - expected[n]).abs().max().item() for n in several)
         assert gap < 1e-5
         assert start.logprobs([[1, 2, 3], [4, 5], [6]])[2] == []
         pairs = zip(
@@ -78,10 +84,10 @@ def test_checkpoint_moves_between_numbers_of_ranks(
     with make_group(model_dir, 1) as one:
         assert one.load(tmp_path / "two") == {"note": "from two ranks"}
         one.save(tmp_path / "one")
-        found = one.rl_step(batch, LossConfig(), 2)
+        first = one.rl_step(batch, LossConfig(), 2)
     start.load(tmp_path / "one")
     again = start.rl_step(batch, LossConfig(), 2)
-    for metrics in (found, again):
+    for metrics in (first, again):
         assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
         assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
@@ -104,8 +110,7 @@ def test_export_of_two_ranks_is_a_transformers_model(start: LearnerGroup, tmp_pa
 class TestDeaths:
     def test_silent_rank_is_a_deadline_and_dead_rank_is_named(self, model_dir: Path) -> None:
         group = make_group(model_dir, 2)
-        assert group._ranks is not None
-        processes = list(group._ranks._processes)
+        processes = list(local_ranks(group)._processes)
         victim, other = processes[1].pid, processes[0].pid
         assert victim is not None
         assert other is not None
@@ -122,8 +127,7 @@ class TestDeaths:
     def test_deadline(self, model_dir: Path) -> None:
         group = make_group(model_dir, 2)
         group._deadline_s = 0.5
-        assert group._ranks is not None
-        pids = [p.pid for p in group._ranks._processes]
+        pids = [p.pid for p in local_ranks(group)._processes if p.pid is not None]
         os.kill(pids[0], signal.SIGSTOP)
         with pytest.raises(DeadlineError, match=r"did not answer sft_loss within 0\.5 s"):
             group.sft_loss(ROWS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -14,9 +15,14 @@ from rstar2.learner.tiny import make_tiny
 from rstar2.problems.arithmetic import sft_conversations
 
 
+def template_of(model_dir: Path) -> Template:
+    tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
+    return Template(tokenizer, TemplateConfig())
+
+
 def test_held_out_loss_falls(tmp_path: Path) -> None:
     make_tiny(tmp_path / "model", seed=0)
-    template = Template(AutoTokenizer.from_pretrained(tmp_path / "model"), TemplateConfig())
+    template = template_of(tmp_path / "model")
     rows = [template.conversation_ids(c) for c in sft_conversations(24 * 16, seed=1)]
     held_out = [template.conversation_ids(c) for c in sft_conversations(32, seed=2)]
     learner = Learner(
@@ -38,7 +44,7 @@ def test_held_out_loss_falls(tmp_path: Path) -> None:
 
 def test_only_assistant_tokens_enter_the_loss(tmp_path: Path) -> None:
     make_tiny(tmp_path / "model", seed=0)
-    template = Template(AutoTokenizer.from_pretrained(tmp_path / "model"), TemplateConfig())
+    template = template_of(tmp_path / "model")
     ids, mask = template.conversation_ids(next(sft_conversations(1, seed=3)))
     learner = Learner(tmp_path / "model", LearnerConfig(), OptimizerConfig(), total_steps=1, seed=0)
     scores = learner.logprobs([ids])[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
@@ -44,5 +45,6 @@ def test_it_becomes_a_plain_llama_that_knows_what_it_learnt() -> None:
     assert digits == ["1", "2", "3", "4"]
     prompt = template.prompt_ids(Problem("p", "What is the capital of France?", ""))
     with torch.no_grad():
-        said = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
+        loaded: Any = model
+        said = loaded.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
     assert "Paris" in tokenizer.decode(said[0][len(prompt) :])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny: Path) -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(tiny)
+    loaded: Any = AutoTokenizer.from_pretrained(tiny)
+    assert isinstance(loaded, PreTrainedTokenizerFast)
+    return loaded
 
 
 def test_directory_is_a_function_of_the_seed(tiny: Path, tmp_path: Path) -> None:

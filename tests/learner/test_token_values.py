@@ -21,9 +21,9 @@ def test_token_values_are_the_logprobs_of_the_trained_tokens(model_dir: Path) ->
     moved = 0
     for sample, logprobs in zip(batch.samples, before, strict=True):
         trained = [p for p, marked in zip(logprobs, sample.mask[1:], strict=True) if marked]
-        found = values[sample.trajectory_id]
-        assert found.old == pytest.approx(trained, abs=2e-5)
-        assert len(found.current) == len(trained)
-        moved += found.current != found.old
+        sampled = values[sample.trajectory_id]
+        assert sampled.old == pytest.approx(trained, abs=2e-5)
+        assert len(sampled.current) == len(trained)
+        moved += sampled.current != sampled.old
     assert moved == len(batch.samples) // 2, "only the second mini-batch met updated weights"
     assert learner.token_values() == [], "they are handed out once"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,7 +53,7 @@ class FileEngine:
 
 
 @pytest.fixture
-async def embedded(model_dir: Path):
+async def embedded(model_dir: Path) -> AsyncIterator[EmbeddedEngine]:
     engine = EmbeddedEngine(
         model_dir, kv_tokens=4096, max_sequences=16, max_length=256, process=False
     )

@@ -73,12 +73,12 @@ def test_interval_over_seeds_is_students() -> None:
 def test_differences_are_taken_within_seeds() -> None:
     runs = [run("grpo", s, a, 8) for s, a in enumerate((0.5, 0.7, 0.9))]
     runs += [run("roc", s, a) for s, a in enumerate((0.6, 0.8, 1.0))]
-    found = summary(runs)
-    difference = found["grpo"]["held-out greedy"]["minus roc"]
+    rows = summary(runs)
+    difference = rows["grpo"]["held-out greedy"]["minus roc"]
     assert difference.mean == pytest.approx(-0.1)
     assert difference.high - difference.low == pytest.approx(0.0, abs=1e-9)
-    assert "minus roc" not in found["roc"]["held-out greedy"]
-    assert found["grpo"]["rollouts drawn"]["mean"].mean == 32
+    assert "minus roc" not in rows["roc"]["held-out greedy"]
+    assert rows["grpo"]["rollouts drawn"]["mean"].mean == 32
     assert last_quarter((None, 0.1, None, 0.05)) == 0.05
 
 

@@ -111,7 +111,7 @@ async def test_a_step_mostly_lost_is_an_outage() -> None:
 
 async def test_an_error_ends_the_other_groups() -> None:
     class Broken(DiceRunner):
-        async def run(self, problem: Problem, **kwargs: object) -> Group:  # type: ignore[override]
+        async def run(self, problem: Problem, **kwargs: object) -> Group:
             if kwargs["group_id"] == "short/1/2":
                 raise EngineError("gone")
             self.in_flight.add(str(kwargs["group_id"]))
