@@ -175,12 +175,12 @@ async def forbidden(recipe: Recipe, run: RunDirectory, view: ProgressView) -> No
     pytest.fail("a finished run was started again")
 
 
-def test_a_finished_run_says_so_and_fresh_starts_anew(tmp_path: Path, capfd: Any) -> None:
+def test_a_finished_run_says_so_and_fresh_starts_it_again(tmp_path: Path, capfd: Any) -> None:
     execute(tiny(), tmp_path, pipeline=small_run)
     capfd.readouterr()
     execute(tiny(), tmp_path, pipeline=forbidden)
     out, err = capfd.readouterr()
-    assert "finished already" in err.replace("\n", " ")
+    assert "already finished" in err.replace("\n", " ")
     assert "30.0%" in out
     with pytest.raises(RecipeError, match="seed: 0 -> 1"):
         execute(tiny("seed=1"), tmp_path, pipeline=forbidden)
