@@ -11,7 +11,7 @@ RAY := .venv-ray
 RAY_INSTALLED := $(RAY)/.installed
 # The tests of a file stay on one worker; tests/conftest.py has the exceptions and the order.
 WORKERS ?= $(shell nproc)
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help install quickstart test test-fast test-vllm test-cluster lint format wheel clean
 .DEFAULT_GOAL := help

@@ -28,12 +28,31 @@ def _folder(item: pytest.Item) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of a file on one worker (`--dist loadgroup`): they share its fixtures."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None and _folder(item) not in SPREAD:
-            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(ROOT))))
     rank = {name: number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: rank.get(_folder(item), len(rank)))
+
+
+class SharedFixtureScheduling(LoadScopeScheduling):  # type: ignore[misc]
+    """Keeps tests that share a costly fixture on one worker: those of a file or an attack cell.
+
+    xdist's own `--dist loadgroup` has no effect with pytest 9.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file, _, name = nodeid.partition("::")
+        folder = file.removeprefix("tests/").split("/")[0]
+        if folder in SPREAD:
+            return nodeid
+        if folder == "attacks":
+            parameters = name.partition("[")[2]
+            return max((v for v in VARIANTS if parameters.startswith(v)), key=len, default=file)
+        return file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedFixtureScheduling | None:
+    """Replace `--dist loadfile`."""
+    return SharedFixtureScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
@@ -49,23 +68,6 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None
             make(path)
             complete.touch()
     return path
-
-
-class SharedFixtureScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """Tests that share a costly fixture run in one process: those of a file or a cell."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file, _, name = nodeid.partition("::")
-        if not file.startswith("tests/attacks/"):
-            return file
-        parameters = name.partition("[")[2]
-        return max(v for v in ("", *VARIANTS) if parameters.startswith(v))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedFixtureScheduling | None:
-    """Replace `--dist loadfile`."""
-    return SharedFixtureScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")
