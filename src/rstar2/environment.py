@@ -1,5 +1,5 @@
-"""What a run ran on: versions, machine, source commit. Imports none of what it reports on, so it
-takes milliseconds and can be written before anything heavy starts.
+"""The environment of a run: versions, machine, source commit. It imports none of the packages that
+it reports, so it takes milliseconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PACKAGES = (
 
 
 def describe() -> dict[str, Any]:
-    """Everything worth knowing to repeat a run, as plain JSON values."""
+    """Everything needed to repeat a run, as plain JSON values."""
     return {
         "rstar2": rstar2.__version__,
         "commit": source_commit(),
@@ -45,21 +45,21 @@ def describe() -> dict[str, Any]:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on, which containers and taskset make fewer than all."""
+    """Cores this process may run on; containers and taskset can restrict them."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def total_memory() -> int:
-    """Bytes of memory this process may use: the machine's, or its control group's if less."""
+    """Bytes of memory this process may use: those of the machine or, if less, of its cgroup."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = _read_int(Path("/sys/fs/cgroup/memory.max"))
     return min(pages, limit) if limit else pages
 
 
 def available_memory() -> int:
-    """Bytes that can be had now without swapping (total memory where the system does not say)."""
+    """Bytes available now without swapping (total memory if the system does not report it)."""
     total = total_memory()
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

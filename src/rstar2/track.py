@@ -1,7 +1,7 @@
-"""Metrics to where people already look: TensorBoard, trackio, wandb (extra `track`, all optional).
+"""Copy metrics to TensorBoard, trackio or wandb (extra `track`, all optional).
 
-The run directory stays the record; a tracker is a copy. One that fails is dropped with an event
-and never ends a run. Names are `sft/<metric>`, `rl/<metric>` over the steps of all RL stages, and
+The run directory is the record; a tracker gets a copy. A tracker that fails is dropped with an
+event and never ends a run. Names are `sft/<metric>`, `rl/<metric>` over the steps of all RL stages, and
 `eval/<mode>/<metric>`.
 """
 
@@ -20,7 +20,7 @@ from rstar2.errors import RecipeError
 
 
 class Tracker(Protocol):
-    """A place that scalars are copied to."""
+    """A destination for scalar metrics."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -45,7 +45,7 @@ class TensorBoard:
 
 
 class Dashboard:
-    """trackio and wandb, which share one interface; progress on their own step axes."""
+    """trackio and wandb, which share one interface; each kind of metric has its own step axis."""
 
     def __init__(self, module: str, recipe: Recipe, run: Path) -> None:
         with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result
@@ -67,7 +67,7 @@ class Dashboard:
 
 
 def check_trackers(recipe: Recipe) -> None:
-    """Every tracker that the recipe names is installed."""
+    """Raise RecipeError if a tracker that the recipe names is not installed."""
     for name in recipe.record.trackers:
         if importlib.util.find_spec(name) is None:
             raise RecipeError(
@@ -97,7 +97,7 @@ class Trackers:
             self._log(before + step, {f"{prefix}/{k}": v for k, v in values.items()})
 
     def evaluation(self, stage: str, step: int, mode: str, values: Mapping[str, Any]) -> None:
-        """Copy an evaluation, at the RL step after which it was made."""
+        """Copy an evaluation at the RL step that it follows."""
         prefix, before = self._offsets[stage]
         at = before + step if prefix == "rl" else 0
         self._log(at, {f"eval/{mode}/{k}": v for k, v in values.items()})

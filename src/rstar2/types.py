@@ -1,21 +1,18 @@
-"""The nouns of rstar2: everything that crosses a boundary between two stages.
+"""The data types of rstar2: everything that crosses a boundary between two stages.
 
-Longer than other files on purpose: who wants to know what a word means here looks in one place.
-
-All are frozen, slotted dataclasses, so they can be shared between tasks and threads, and all
-travel as JSON through `encode` and `decode` without loss. A trajectory is explained best by
-building one:
+All are frozen, slotted dataclasses, so tasks and threads can share them, and `encode` and `decode`
+convert them to JSON and back without loss. An example explains a trajectory best:
 
     Trajectory(
         id="7.3", problem_id="7", group_id="step4/7", seed=11,
-        prompt_ids=(1, 2, 3),                      # what the template made of the problem
+        prompt_ids=(1, 2, 3),                      # the problem after the template
         turns=(
-            Turn(                                  # first turn: the model called the tool
+            Turn(                                  # first turn: a tool call
                 sampled_ids=(40, 41), logprobs=(-0.1, -0.7), versions=((4, 2),),
                 calls=(ToolCall(...),), results=(ToolResult(...),),
                 response_ids=(50, 51, 52),         # tool response + next assistant header
             ),
-            Turn(sampled_ids=(60,), logprobs=(-0.2,), versions=((4, 1),)),  # it answered
+            Turn(sampled_ids=(60,), logprobs=(-0.2,), versions=((4, 1),)),  # the answer
         ),
         stop=StopReason.ANSWERED, answer_tags=1, reward=Reward(1.0, answer="42", ...),
     )
@@ -23,11 +20,11 @@ building one:
     .token_ids -> (1, 2, 3, 40, 41, 50, 51, 52, 60)     the model's own ids, never re-encoded
     .mask      -> (0, 0, 0,  1,  1,  0,  0,  0,  1)     1 on sampled tokens only
 
-Invariant 1 (token exactness) holds by construction: a trajectory stores the pieces in order and
-derives the whole, so no consumer can disagree about what the prompt of a turn was.
+Invariant 1 (token exactness) holds by construction: a trajectory stores its pieces in order and
+derives the whole sequence, so all consumers agree on the prompt of a turn.
 
-The file is longer than others here may be, on purpose: every noun stands in this one place, and a
-newcomer who has read it knows what travels. It holds no behaviour beyond what a noun derives.
+This file is longer than others on purpose: every shared type is defined in one place. It has no
+behaviour beyond derived properties.
 """
 
 from __future__ import annotations
@@ -68,7 +65,7 @@ class Problem:
 
 
 class Outcome(StrEnum):
-    """What became of one tool call. INFRASTRUCTURE is our fault and never reaches the model."""
+    """The outcome of one tool call. INFRASTRUCTURE is our fault and is never shown to the model."""
 
     OK = "ok"
     NO_OUTPUT = "no_output"
@@ -89,18 +86,18 @@ class Outcome(StrEnum):
 
     @property
     def malformed(self) -> bool:
-        """True where the text was no call at all, so that nothing was executed."""
+        """True if the text was not a valid call, so nothing was executed."""
         return self in (Outcome.BAD_JSON, Outcome.UNKNOWN_TOOL, Outcome.BAD_ARGUMENTS)
 
     @property
     def failed(self) -> bool:
-        """True where the model is to blame: these count in RoC's p_err."""
+        """True if the model is to blame: these calls count in RoC's p_err."""
         return not self.succeeded and self is not Outcome.INFRASTRUCTURE
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one call may use. A server caps each value; None means the server's default."""
+    """Resource limits of one call. A server caps each value; None means the server's default."""
 
     wall_s: float | None = None
     cpu_s: float | None = None
@@ -113,10 +110,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call as the parser read it from the model's text.
+    """One call as the parser reads it from the model's text.
 
-    `error` is set when the text could not become a call (bad JSON, unknown tool, bad arguments);
-    such a call is never executed, its result carries that outcome and `message`.
+    `error` is set if the text is not a valid call (bad JSON, unknown tool, bad arguments). Such a
+    call is never executed; its result has that outcome and `message`.
     """
 
     id: str
@@ -130,7 +127,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """How many characters were cut from the middle of each stream (0: nothing)."""
+    """Number of characters cut from the middle of each stream; 0 means none."""
 
     stdout: int = 0
     stderr: int = 0
@@ -143,18 +140,18 @@ class Truncation:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What one call came to, as seen from outside the jail."""
+    """The result of one call, as seen from outside the jail."""
 
     call_id: str
     outcome: Outcome
     stdout: str = ""
     stderr: str = ""
     value: str | None = None
-    """repr of the last expression, as IPython shows it; only when nothing was printed."""
+    """repr of the last expression, as IPython shows it; only if nothing was printed."""
     traceback: str = ""
-    """Trimmed to the program's own lines, with their source; empty unless it raised."""
+    """Trimmed to the program's own lines, with their source; empty if nothing was raised."""
     message: str = ""
-    """One sentence on the outcome, for people and for the model (limits hit, parse errors)."""
+    """One sentence about the outcome, for people and for the model (limits, parse errors)."""
     truncated: Truncation = Truncation()
     exit_code: int | None = None
     signal: int | None = None
@@ -172,7 +169,7 @@ class ToolResult:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one turn is sampled. `seed` makes a result independent of its batch neighbours."""
+    """How one turn is sampled. `seed` makes a result independent of the rest of its batch."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -192,7 +189,7 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What an engine sampled in one turn; a stop token, if sampled, is the last id."""
+    """The tokens that an engine sampled in one turn; a sampled stop token is the last id."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -200,17 +197,17 @@ class Generation:
     finish: Finish
     entropies: tuple[float, ...] | None = None
     cached_tokens: int = 0
-    """Prompt tokens whose KV was reused instead of computed."""
+    """Prompt tokens whose KV came from the cache."""
     queue_s: float = 0.0
     wall_s: float = 0.0
     engine: str = ""
     preempted_s: float = 0.0
-    """Waiting after its KV was given to another request; 0 where an engine does not say."""
+    """Time spent preempted (its KV given to another request); 0 if the engine reports none."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCapacity:
-    """What an engine can hold at most."""
+    """The capacity of an engine."""
 
     kv_tokens: int
     max_sequences: int
@@ -220,7 +217,7 @@ class EngineCapacity:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What an engine reports of itself now."""
+    """The current load of an engine, as it reports it."""
 
     kv_used: int
     running: int
@@ -249,7 +246,7 @@ class StopReason(StrEnum):
 
     @property
     def infrastructure(self) -> bool:
-        """True where the rollout says nothing about the model: retried, then dropped, no reward."""
+        """True if the rollout says nothing about the model: retried, then dropped, no reward."""
         return self in (
             StopReason.ENGINE_FAILED,
             StopReason.TOOL_FAILED,
@@ -259,7 +256,7 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One assistant generation and what was appended after it."""
+    """One assistant generation and the tokens appended after it."""
 
     sampled_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -283,7 +280,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A verified outcome: 1.0 or 0.0, with what was compared."""
+    """A verified reward, 1.0 or 0.0, with the answer that was graded."""
 
     value: float
     answer: str | None
@@ -294,7 +291,7 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A failure that is not the model's: it has a name and never becomes a reward."""
+    """A failure that is not the model's fault. It has a name and never becomes a reward."""
 
     name: str
     message: str
@@ -315,7 +312,7 @@ class Trajectory:
     text: str = ""
     """Decoded completion (turns and tool responses), for people; never read by policies."""
     answer: str | None = None
-    """Content of the last \\boxed{} in the last <answer> that the model sampled; what is graded."""
+    """Content of the last \\boxed{} in the last <answer> of sampled text; this is graded."""
     reward: Reward | None = None
     failure: Failure | None = None
     started_at: float = 0.0
@@ -394,7 +391,7 @@ class Group:
 
     @property
     def informative(self) -> bool:
-        """False where all rewards are equal: such a group teaches nothing."""
+        """False if all rewards are equal: such a group gives no gradient."""
         return len(set(self.rewards)) > 1
 
 
@@ -403,7 +400,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Why resampling kept one trajectory, or did not. One per trajectory, in group order."""
+    """Why resampling kept or dropped one trajectory. One per trajectory, in group order."""
 
     trajectory_id: str
     kept: bool
@@ -417,7 +414,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The outcome of resampling a group: 2G choices, G of them kept."""
+    """The result of resampling a group: 2G choices, G of them kept."""
 
     group_id: str
     variant: str
@@ -447,7 +444,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one optimizer pass sees: the kept samples of P groups, and where they came from."""
+    """The input of one learning step: the kept samples of P groups."""
 
     step: int
     samples: tuple[Sample, ...]
@@ -459,11 +456,11 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class TokenValues:
-    """What the learner made of one sample's trained tokens, in order (the mask's ones)."""
+    """The learner's logprobs of one sample's trained tokens (mask 1), in order."""
 
     trajectory_id: str
     old: tuple[float, ...]
-    """Logprobs under the weights when the batch began; against the rollout's: the mismatch."""
+    """Logprobs under the weights at the start of the batch; compare with the rollout logprobs."""
     current: tuple[float, ...]
     """Logprobs when its mini-batch was trained; current - old is the log of the clipped ratio."""
 
@@ -502,15 +499,15 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What one policy does on held-out problems, in one mode (`greedy` or `sampled`)."""
+    """The evaluation of one policy on held-out problems in one mode (`greedy` or `sampled`)."""
 
     stage: str
-    """The stage after which it was made: `sft` or the name of an RL stage."""
+    """The stage that it follows: `sft` or the name of an RL stage."""
     step: int
     mode: str
     accuracy: Estimate
     kinds: Mapping[str, Estimate]
-    """Accuracy per kind of problem; empty where problems have no kinds."""
+    """Accuracy per kind of problem; empty if problems have no kinds."""
     failing_calls_in_correct: float | None
     """Failed calls / calls inside correct trajectories; None if those made no call."""
     tool_errors: float | None
@@ -522,19 +519,19 @@ class Evaluation:
     """Share of trajectories that hit the length limit."""
     wall_s: float = 0.0
     valid_calls: float | None = None
-    """Calls that could be executed, whatever came of them / calls; None if there was no call."""
+    """Calls that could be executed / calls; None if there was no call."""
 
 
 # --------------------------------------------------------------------------- wire
 
 
 def encode(value: Any) -> bytes:
-    """Serialise any noun to one line of JSON (no newline inside)."""
+    """Serialise a value to one line of JSON, without a newline."""
     return msgspec.json.encode(value)
 
 
 def decode(data: bytes | str, kind: type[T]) -> T:
-    """Read a noun back; raises msgspec.ValidationError naming the offending field."""
+    """Read a value back; raises msgspec.ValidationError, which names the invalid field."""
     return msgspec.json.decode(data, type=kind)
 
 

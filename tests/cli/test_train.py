@@ -68,7 +68,7 @@ def wrong_recipes(tmp_path: Path, port: int) -> list[tuple[list[str], str]]:
     (tmp_path / "file").touch()
     return [
         (["bad.yaml"], "bad.yaml:4: rl.roc.drawm is not a setting: did you mean rl.roc.drawn?"),
-        (["tiny", "--set", "rl.stages.stage3.max_length=9999"], "longer than the model is run at"),
+        (["tiny", "--set", "rl.stages.stage3.max_length=9999"], "longer than model.max_length"),
         (["tiny", "--set", "model.path=/no/such/model"], "no such directory"),
         (["tiny", "--set", "engine.kv_tokens=900000000000"], "GiB of memory"),
         (["tiny", "--set", f"codeenv.port={port}"], "is taken"),

@@ -1,6 +1,6 @@
 """Recipes: the typed schema of a run, how one is loaded, and what is checked before it starts.
 
-Imports no torch, so a wrong recipe is refused in well under two seconds.
+It does not import torch, so an invalid recipe is refused in well under two seconds.
 """
 
 from rstar2.config.load import (

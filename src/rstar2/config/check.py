@@ -1,7 +1,7 @@
-"""Checks of a recipe's values against each other: pure, no I/O, before anything starts.
+"""Check the values of a recipe against each other. Pure, no I/O; runs before anything starts.
 
-A fault is a sentence with the way out and the settings it is about; the loader adds where each
-of these came from.
+A fault is a sentence that says how to fix it, and the settings it concerns. The loader adds where
+each of these was set.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True, slots=True)
 class RecipeFault:
-    """One thing that cannot work, and the settings that make it so."""
+    """One conflict in a recipe, and the settings that cause it."""
 
     text: str
     paths: tuple[str, ...]
 
     def render(self, origin: Callable[[str], str]) -> str:
-        """The sentence, then where each setting came from."""
+        """The sentence, then where each setting was set."""
         places = ", ".join(f"{path} from {origin(path)}" for path in self.paths)
         return f"{self.text}\n      ({places})"
 
 
 def check(recipe: Recipe) -> list[RecipeFault]:
-    """All faults of a recipe; empty if it can work."""
+    """All faults of a recipe; empty if there is none."""
     parts = (_lengths, _resampling, _batches, _stages, _sft, _sampling, _engines, _codeenv)
     return [fault for part in parts for fault in part(recipe)]
 
@@ -43,8 +43,8 @@ def _lengths(recipe: Recipe) -> Iterator[RecipeFault]:
     for path, length in lengths.items():
         if length > recipe.model.max_length:
             yield RecipeFault(
-                f"{path} = {length} is longer than the model is run at "
-                f"(model.max_length = {recipe.model.max_length}): raise that or shorten this",
+                f"{path} = {length} is longer than "
+                f"model.max_length = {recipe.model.max_length}: raise that or lower this",
                 (path, "model.max_length"),
             )
         if path == "sft.max_length":
@@ -58,7 +58,7 @@ def _lengths(recipe: Recipe) -> Iterator[RecipeFault]:
         if length <= recipe.agent.response_tokens:
             yield RecipeFault(
                 f"one tool response (agent.response_tokens = {recipe.agent.response_tokens}) "
-                f"would fill a whole rollout ({path} = {length}): shorten it",
+                f"would fill a whole rollout ({path} = {length}): lower it",
                 ("agent.response_tokens", path),
             )
 
@@ -102,7 +102,7 @@ def _batches(recipe: Recipe) -> Iterator[RecipeFault]:
         )
     if 0 < rl.count < rl.prompts_per_step:
         yield RecipeFault(
-            f"rl.count = {rl.count} problems are fewer than one step draws "
+            f"rl.count = {rl.count} problems is less than one step draws "
             f"(rl.prompts_per_step = {rl.prompts_per_step}): raise it, or 0 for all",
             ("rl.count", "rl.prompts_per_step"),
         )
@@ -120,7 +120,7 @@ def _batches(recipe: Recipe) -> Iterator[RecipeFault]:
         )
     if rl.staleness and rl.loss.importance_cap is None:
         yield RecipeFault(
-            f"rl.staleness = {rl.staleness} learns from older weights' rollouts and needs the "
+            f"rl.staleness = {rl.staleness} uses rollouts of older weights and needs the "
             "importance correction: set rl.loss.importance_cap, such as 2.0",
             ("rl.staleness", "rl.loss.importance_cap"),
         )
@@ -133,13 +133,13 @@ def _stages(recipe: Recipe) -> Iterator[RecipeFault]:
         reserved = stage.name == "sft" or stage.name.startswith(("eval-", "filter-"))
         if reserved or not _STAGE_NAME.fullmatch(stage.name):
             yield RecipeFault(
-                f"{path} = {stage.name!r} cannot name a stage: use lower-case letters, digits and "
-                "dashes, and neither sft nor a leading eval- or filter-",
+                f"{path} = {stage.name!r} is not a valid stage name: use lower-case letters, "
+                "digits and dashes, not sft, and no leading eval- or filter-",
                 (path,),
             )
         if stage.name in seen:
             yield RecipeFault(
-                f"two stages are called {stage.name!r}: each needs its own name",
+                f"two stages are called {stage.name!r}: give each its own name",
                 (f"rl.stages.{seen[stage.name]}.name", path),
             )
         seen[stage.name] = index
@@ -148,7 +148,7 @@ def _stages(recipe: Recipe) -> Iterator[RecipeFault]:
     mask = recipe.rl.loss.sequence_mask
     if mask is not None and not 0 <= mask[0] < mask[1]:
         yield RecipeFault(
-            f"rl.loss.sequence_mask = {list(mask)} must be a rising pair such as [0.5, 2.0]",
+            f"rl.loss.sequence_mask = {list(mask)} must be an increasing pair such as [0.5, 2.0]",
             ("rl.loss.sequence_mask",),
         )
 
@@ -160,8 +160,8 @@ def _sft(recipe: Recipe) -> Iterator[RecipeFault]:
     if (sft.steps > 0) == (sft.epochs > 0):
         state = "both set" if sft.steps else "both 0"
         yield RecipeFault(
-            f"sft.steps = {sft.steps} and sft.epochs = {sft.epochs:g} are {state}: set one and put "
-            "the other to 0 (or leave SFT out with `sft: null`)",
+            f"sft.steps = {sft.steps} and sft.epochs = {sft.epochs:g} are {state}: set one and "
+            "leave the other at 0 (or leave SFT out with `sft: null`)",
             ("sft.steps", "sft.epochs"),
         )
     yield from _optimizer("sft.optimizer", sft.optimizer, sft.steps)
@@ -171,7 +171,7 @@ def _optimizer(path: str, optimizer: OptimizerConfig, steps: int) -> Iterator[Re
     if steps and optimizer.warmup_steps >= steps:
         yield RecipeFault(
             f"{path}.warmup_steps = {optimizer.warmup_steps} is not shorter than the "
-            f"{steps} optimizer steps it leads up to",
+            f"{steps} optimizer steps of the phase: lower it",
             (f"{path}.warmup_steps",),
         )
     if not all(0 <= beta < 1 for beta in optimizer.betas):
@@ -183,8 +183,8 @@ def _optimizer(path: str, optimizer: OptimizerConfig, steps: int) -> Iterator[Re
 def _sampling(recipe: Recipe) -> Iterator[RecipeFault]:
     if recipe.rl.stages and recipe.rl.sampling.temperature == 0:
         yield RecipeFault(
-            "rl.sampling.temperature = 0 draws the same rollout every time, so no group can teach "
-            "anything: use 1.0",
+            "rl.sampling.temperature = 0 draws the same rollout every time, so no group has a "
+            "gradient: use 1.0",
             ("rl.sampling.temperature",),
         )
 
@@ -215,7 +215,7 @@ def _engines(recipe: Recipe) -> Iterator[RecipeFault]:
         )
     if recipe.deterministic and engine.kind != "embedded":
         yield RecipeFault(
-            f"deterministic: true cannot be promised with engine.kind = {engine.kind}, whose "
+            f"deterministic: true is not possible with engine.kind = {engine.kind}, whose "
             "numbers depend on how requests are batched: use embedded",
             ("deterministic", "engine.kind"),
         )

@@ -1,9 +1,9 @@
-"""From a YAML file and `--set` overrides to a checked Recipe, remembering where each value
-came from. Every complaint names the setting, the file and line, and the way out.
+"""Load a checked Recipe from a YAML file and `--set` overrides, with the origin of each value.
+Every error names the setting, the file and line, and the fix.
 
 Order of precedence: schema defaults < the recipe a file `extends` < the file < `--set`.
-Mappings are merged key by key, lists (such as rl.stages) are replaced whole; a `--set` reaches
-into a list by index or by the name of its item (`rl.stages.stage1.steps=5`).
+Mappings are merged key by key; lists (such as rl.stages) are replaced. `--set` addresses a list
+item by index or by its name (`rl.stages.stage1.steps=5`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COLUMN = 48
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a value came from."""
+    """Where a value was set."""
 
     source: str = "default"
     line: int = 0
@@ -46,19 +46,19 @@ DEFAULT = Origin()
 
 @dataclass(slots=True)
 class RecipeLayer:
-    """Plain values and, by dotted path, the origin of each key that was written down."""
+    """Plain values and, by dotted path, the origin of each key that is set explicitly."""
 
     values: dict[str, Any]
     origins: dict[str, Origin] = field(default_factory=dict)
 
     def put(self, path: str, value: Any, origin: Origin) -> None:
-        """Note where the value at `path`, and all within it, came from."""
+        """Set the origin of the value at `path` and of everything below it."""
         self.origins[path] = origin
         for key, inner in _children(value):
             self.put(f"{path}.{key}", inner, origin)
 
     def forget(self, path: str) -> None:
-        """Drop the origins at and under `path`: its value is being replaced."""
+        """Drop the origins at and below `path`, because its value is replaced."""
         for known in [p for p in self.origins if p == path or p.startswith(path + ".")]:
             del self.origins[known]
 
@@ -72,7 +72,7 @@ class LoadedRecipe:
     origins: Mapping[str, Origin]
 
     def origin(self, path: str) -> Origin:
-        """Where the value at a dotted path came from."""
+        """The origin of the value at a dotted path."""
         return self.origins.get(path, DEFAULT)
 
 
@@ -107,7 +107,10 @@ def load_recipe(
 
 
 def render_recipe(loaded: LoadedRecipe) -> str:
-    """The whole recipe; secrets are left out."""
+    """The complete recipe as YAML, each line with the origin of its value; secrets are left out.
+
+    The output is itself a recipe that loads to the same values.
+    """
     values = loaded.recipe.model_dump(mode="json")
     values["codeenv"]["token"] = None
     lines = []
@@ -146,7 +149,7 @@ def _scalar(value: Any) -> str:
 
 
 def recipe_folders() -> list[Path]:
-    """Where shipped recipes are: in an installed package, or at the root of a checkout."""
+    """The folders of shipped recipes: in an installed package, or at the root of a checkout."""
     package = Path(rstar2.__file__).resolve().parent
     candidates = [package / "recipes", package.parents[1] / "recipes"]
     return [folder for folder in candidates if folder.is_dir()]
@@ -199,7 +202,7 @@ def _read(path: Path, parents: tuple[Path, ...]) -> RecipeLayer:
 
 
 def _parse(path: Path) -> RecipeLayer:
-    """One file as a layer; complains about YAML with file and line."""
+    """One file as a layer; YAML errors name file and line."""
     shown = _display(path)
     try:
         loader = yaml.SafeLoader(io.StringIO(path.read_text(encoding="utf-8")))
@@ -227,7 +230,7 @@ def _construct(
     shown: str,
     within: tuple[int, ...],
 ) -> Any:
-    """Plain values of a node, noting the line of each key."""
+    """The plain values of a node; records the line of each key."""
     line = node.start_mark.line + 1
     if id(node) in within:
         raise RecipeError(f"{shown}:{line}: {path} contains itself")
@@ -240,7 +243,7 @@ def _construct(
             key, at = str(key_node.value), Origin(shown, key_node.start_mark.line + 1)
             if key in mapping and layer.origins[prefix + key].line != at.line:
                 raise RecipeError(
-                    f"{at}: {prefix}{key} is set twice (before in {layer.origins[prefix + key]})"
+                    f"{at}: {prefix}{key} is set twice (first in {layer.origins[prefix + key]})"
                 )
             layer.origins[prefix + key] = at
             mapping[key] = _construct(loader, value_node, prefix + key, layer, shown, within)
@@ -260,7 +263,7 @@ def _construct(
 def _merge(
     below: RecipeLayer, above: RecipeLayer, base: dict[str, Any], over: dict[str, Any], prefix: str
 ) -> None:
-    """Lay `above` over `below`, in place."""
+    """Merge `above` over `below`, in place."""
     for key, value in over.items():
         path = prefix + key
         if isinstance(value, dict) and isinstance(base.get(key), dict):
@@ -278,7 +281,7 @@ def _merge(
 
 
 def _override(layer: RecipeLayer, text: str) -> None:
-    """Apply one `a.b=c`, its value read as the schema's type asks."""
+    """Apply one `a.b=c`; the schema decides how the value is parsed."""
     path, equals, raw = text.partition("=")
     parts = path.strip().split(".")
     if not equals or not all(parts):
@@ -334,11 +337,11 @@ def _value(raw: str, annotation: Any, text: str) -> Any:
         raise RecipeError(f"--set {text!r}: {raw!r} is not valid YAML") from None
 
 
-# --------------------------------------------------------------------------- complaining
+# --------------------------------------------------------------------------- errors
 
 
 def _with_limit_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Fill partly given limits from their defaults; a missing one would mean "no limit"."""
+    """Fill partial limits with their defaults; a missing one would mean "no limit"."""
     codeenv = values.get("codeenv")
     if not isinstance(codeenv, dict):
         return values
@@ -351,7 +354,7 @@ def _with_limit_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _explain(layer: RecipeLayer, error: dict[str, Any]) -> str:
-    """One validation error as a sentence with its place."""
+    """One validation error as a sentence with its origin."""
     path = ".".join(str(part) for part in error["loc"])
     if error["type"] == "missing":
         return f"{_at(layer, path.rpartition('.')[0])}{path} is missing"
@@ -360,7 +363,7 @@ def _explain(layer: RecipeLayer, error: dict[str, Any]) -> str:
 
 
 def _at(layer: RecipeLayer, path: str) -> str:
-    """The place of the nearest key on the way to `path` that was written down."""
+    """The origin of the nearest explicit key on the way to `path`."""
     while path:
         if path in layer.origins:
             return f"{layer.origins[path]}: "
@@ -373,7 +376,7 @@ def _refusal(path: Path, complaints: list[str]) -> RecipeError:
 
 
 def _display(path: Path) -> str:
-    """A path as a person would write it."""
+    """A path relative to the recipe folders, for messages."""
     for folder in recipe_folders():
         if path.is_relative_to(folder):
             return str(path.relative_to(folder))

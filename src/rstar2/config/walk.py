@@ -1,4 +1,4 @@
-"""Walking the schema by dotted path: which settings there are, and which one was meant."""
+"""Look up settings in the schema by dotted path, and suggest names for unknown ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def section(annotation: Any) -> type | None:
 
 
 def item(annotation: Any) -> Any:
-    """What a list setting (`tuple[X, ...]`) holds, or None if it is not a list."""
+    """The item type of a list setting (`tuple[X, ...]`), or None if it is not a list."""
     for option in options(annotation):
         if typing.get_origin(option) is tuple and typing.get_args(option)[-1] is Ellipsis:
             return typing.get_args(option)[0]
@@ -62,7 +62,7 @@ def annotation_at(path: list[str]) -> Any:
 
 
 def all_paths(annotation: Any = Recipe, prefix: str = "") -> Iterator[str]:
-    """Every setting of the schema; a list's items stand under `*`."""
+    """Every setting of the schema; list items are under `*`."""
     if (inner := section(annotation)) is not None:
         for name, sub in settings(inner).items():
             yield prefix + name
@@ -72,7 +72,7 @@ def all_paths(annotation: Any = Recipe, prefix: str = "") -> Iterator[str]:
 
 
 def unknown(values: Any, annotation: Any = Recipe, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(path, what was probably meant) for each key that is no setting."""
+    """(path, suggestion) for each key that is not a setting."""
     if isinstance(values, dict) and (inner := section(annotation)) is not None:
         known = settings(inner)
         for key, value in values.items():
@@ -87,7 +87,7 @@ def unknown(values: Any, annotation: Any = Recipe, prefix: str = "") -> Iterator
 
 
 def suggestion(key: str, prefix: str, known: list[str]) -> str:
-    """The nearest valid name: here, else anywhere in the schema, else all that there is here."""
+    """The nearest valid name: in this section, else in the whole schema, else all names here."""
     if near := difflib.get_close_matches(key, known, n=1):
         return f"did you mean {prefix}{near[0]}?"
     everywhere = list(all_paths())
