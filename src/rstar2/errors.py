@@ -11,6 +11,7 @@ one that belongs to a single module is defined there, and the drawing names that
     │   ├── CheckpointError                        torn, missing or of another run
     │   │   └── TornError [learner.checkpoint]     incomplete on disk
     │   ├── NotRecordedError [viewer.run]          the run did not record this
+    │   ├── UndescribedModelError [model_config]   a model without a readable config.json
     │   └── Refusal [codeenv.wire]                 a request that the code environment refuses
     ├── InfrastructureError                        retried, then dropped and counted; never reward 0
     │   ├── DeadlineError                          a wait timed out
@@ -18,7 +19,7 @@ one that belongs to a single module is defined there, and the drawing names that
     │   ├── CodeEnvError                           no server could execute a tool call
     │   │   ├── QueueFullError                     back-pressure: try again after retry_after_s
     │   │   ├── IsolationError                     the requested isolation level is not available
-    │   │   ├── WorkerLostError [codeenv.server.zygotes]   a worker exited without a reply
+    │   │   ├── WorkerLostError [codeenv.server.zygotes]  a worker exited without a reply
     │   │   └── TransportError [codeenv.client.endpoint]  a server could not be reached
     │   ├── GraderError                            the grader failed (not: the answer was wrong)
     │   ├── WeightUpdateError                      an engine's probe does not match the learner

@@ -1,7 +1,7 @@
 """Copy metrics to TensorBoard, trackio or wandb (extra `track`, all optional).
 
 The run directory is the record; a tracker gets a copy. A tracker that fails is dropped with an
-event and never ends a run. Names are `sft/<metric>`, `rl/<metric>` over the steps of all RL stages, and
+event and never ends a run. Names are `sft/<metric>`, `rl/<metric>` over all RL steps, and
 `eval/<mode>/<metric>`.
 """
 
