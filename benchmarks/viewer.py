@@ -1,18 +1,18 @@
-"""The viewer over a run of 100,000 rollouts: how soon it opens, what it holds in memory.
+"""The viewer over a run of 100,000 rollouts: time to open, time of requests, memory.
 
     python benchmarks/viewer.py [--quick] [--json] [--rollouts N] [--tokens N]
 
-A run directory is written by the real RunDirectory (groups of 16, three turns each, code and tool
-output), then served by `rstar2 view` in a process of its own and asked over HTTP, as a browser
-asks. The peer is what a viewer without an index has to do before it can list anything: decode every
-recorded group (msgspec, one pass).
+RunDirectory writes a run (groups of 16, three turns each, code and tool output). `rstar2 view`
+serves it in a separate process, and the benchmark sends the requests of a browser. The peer is the
+work of a viewer without an index before it can list anything: decoding every recorded group
+(msgspec, one pass).
 
-- open: from starting the command to the answer of the run's page (its curves)
+- open: from starting the command to the answer with the run's curves
 - all listed: until every rollout can be filtered
 - all listed, no index: the same for a run whose index was removed
-- page: the slowest of the list requests (filters, sorts, last page, a group, a rollout's tokens)
-- text: first page of a text search with a match at the far end of the run
-- memory: resident memory of the server after all of this
+- page: the slowest of the requests (filters, sorts, last page, a group, a rollout's tokens)
+- text: a text search whose only match is the last one searched
+- memory: resident memory of the server after all requests
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from rstar2.types import (
 )
 
 MEMBERS, GROUPS = 16, 64
-"""Rollouts of a group, groups of a step."""
+"""Rollouts per group, groups per step."""
 OPEN_S, LISTED_S, PAGE_S, MEMORY_MB = 2.0, 2.0, 0.5, 300.0
 NEEDLE = "the needle of the haystack"
 DEADLINE_S = 600.0
@@ -58,7 +58,7 @@ DEADLINE_S = 600.0
 def main() -> int:
     parser = arguments(str(__doc__))
     parser.add_argument("--rollouts", type=int, default=100_000)
-    parser.add_argument("--tokens", type=int, default=60, help="sampled tokens of a rollout")
+    parser.add_argument("--tokens", type=int, default=60, help="Sampled tokens per rollout.")
     asked = parser.parse_args()
     rollouts = 10_000 if asked.quick else asked.rollouts
     with tempfile.TemporaryDirectory() as folder:
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def write(path: Path, rollouts: int, tokens: int, seed: int) -> None:
-    """A run of as many rollouts, the needle in its first group."""
+    """Write a run of `rollouts` rollouts, with the needle in its first group."""
     rng = random.Random(seed)
     groups = rollouts // MEMBERS
     steps = -(-groups // GROUPS)
@@ -141,7 +141,7 @@ def step_of(group: str) -> int:
 
 
 def decode_all(run: Path) -> float:
-    """Seconds to decode every group, once."""
+    """Seconds to decode every group once."""
     started = time.perf_counter()
     count = sum(len(line.group.trajectories) for line in read_groups(run, "stage1"))
     say(f"decoding all {count} rollouts takes {time.perf_counter() - started:.1f} s")
@@ -151,8 +151,8 @@ def decode_all(run: Path) -> float:
 # --------------------------------------------------------------------------- the viewer
 
 
-class Viewer:
-    """A served run."""
+class ViewerProcess:
+    """`rstar2 view` over one run."""
 
     def __init__(self, process: subprocess.Popen[str], url: str, started: float) -> None:
         self.process, self.url, self.started = process, url, started
@@ -167,7 +167,7 @@ class Viewer:
         return time.perf_counter() - before
 
     def until_listed(self) -> float:
-        """Seconds from the start until every rollout is in the columns."""
+        """Seconds from the start until every rollout is listed."""
         while time.perf_counter() - self.started < DEADLINE_S:
             if self.ask("run/run")["progress"] >= 1:
                 return time.perf_counter() - self.started
@@ -181,7 +181,7 @@ class Viewer:
 
 
 @contextmanager
-def served(run: Path) -> Iterator[Viewer]:
+def served(run: Path) -> Iterator[ViewerProcess]:
     started = time.perf_counter()
     command = [sys.executable, "-m", "rstar2", "view", "--port", "0", str(run)]
     with subprocess.Popen(
@@ -189,7 +189,7 @@ def served(run: Path) -> Iterator[Viewer]:
     ) as process:
         assert process.stdout is not None
         try:
-            yield Viewer(process, process.stdout.readline().strip(), started)
+            yield ViewerProcess(process, process.stdout.readline().strip(), started)
         finally:
             process.terminate()
             process.wait(30)
@@ -214,14 +214,14 @@ def measure(run: Path, peer: float) -> list[Row]:
         pages = {path: min(viewer.timed(path) for _ in range(3)) for path in requests}
         for path, seconds in pages.items():
             say(f"  {1000 * seconds:7.1f} ms  {path}")
-        found = 0
+        matches = 0
         start: int | None = 0
         before = time.perf_counter()
-        while start is not None and not found:
+        while start is not None and not matches:
             answer = viewer.ask(f"rollouts/run?text={NEEDLE.replace(' ', '+')}&start={start}")
-            found, start = len(answer["rows"]), answer["next"]
+            matches, start = len(answer["rows"]), answer["next"]
         needle = time.perf_counter() - before
-        if not found:
+        if not matches:
             raise SystemExit("the needle was not found")
         memory = viewer.memory_mb
     return [

@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def chromium() -> str:
-    """The browser of the system."""
+    """The path of the system's browser."""
     for name in ("chromium", "chromium-browser", "google-chrome"):
         if path := os.environ.get("RSTAR2_CHROMIUM") or shutil.which(name):
             return path
@@ -70,7 +70,7 @@ def serving(runs: list[Path]) -> Iterator[str]:
 
 
 def choose(url: str) -> dict[str, str]:
-    """The pages worth a picture: a group where resampling had a choice, and one of its rollouts."""
+    """The addresses to capture: a group where resampling had a choice, and one of its rollouts."""
     runs = get(url, "runs")
     deadline = time.monotonic() + READY_MS / 1000
     while any(run["progress"] < 1 for run in runs) and time.monotonic() < deadline:
@@ -125,7 +125,7 @@ def shoot(
         picture(page, f"{url}{path}", out / f"viewer-{name}-{width}-{theme}.png", width)
     context.close()
     if troubles:
-        raise SystemExit("the page complained: " + "; ".join(troubles))
+        raise SystemExit("the browser reported errors: " + "; ".join(troubles))
 
 
 def note(kind: str, text: str, troubles: list[str]) -> None:

@@ -22,6 +22,7 @@ from rstar2.errors import UserError
 from rstar2.types import StopReason, Trajectory, Turn
 
 
+@pytest.mark.slow
 def test_what_the_engine_recorded_is_what_the_learner_computes(finished: Path) -> None:
     samples = evaluations(finished, count=6)
     assert [sample.label for sample in samples] == ["sft", "short", "hard"]
@@ -34,17 +35,20 @@ def test_what_the_engine_recorded_is_what_the_learner_computes(finished: Path) -
                 assert mine == pytest.approx(theirs, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_course_of_training_takes_steps_evenly(finished: Path) -> None:
     steps = [(stage, step) for stage, step, _ in course(finished, count=5, points=2)]
     assert steps == [("short", 1), ("short", 2), ("hard", 1), ("hard", 2)]
     assert all(len(s.trajectories) == 5 for _, _, s in course(finished, count=5, points=2))
 
 
+@pytest.mark.slow
 def test_samples_are_drawn_by_the_seed(finished: Path) -> None:
     ids = [[t.id for t in s.trajectories] for s in evaluations(finished, count=3, seed=1)]
     assert ids == [[t.id for t in s.trajectories] for s in evaluations(finished, count=3, seed=1)]
 
 
+@pytest.mark.slow
 def test_the_command_writes_tables_and_a_page(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,6 +67,7 @@ def test_the_command_writes_tables_and_a_page(
     assert not (finished / "entropy").exists()
 
 
+@pytest.mark.slow
 def test_a_model_answers_problems_first(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,6 +84,7 @@ def test_a_model_answers_problems_first(
     assert sample["trajectories"] == 4
 
 
+@pytest.mark.slow
 def test_a_model_without_problems_is_told_what_is_missing(finished: Path) -> None:
     with pytest.raises(SystemExit) as end:
         main(["entropy", str(finished / "exports" / "sft")])
@@ -106,6 +112,7 @@ def test_hostile_text_stays_text_on_the_page(tmp_path: Path) -> None:
     assert "<script" not in (tmp_path / "x.html").read_text()
 
 
+@pytest.mark.slow
 def test_pieces_join_to_the_text_even_inside_a_character(finished: Path) -> None:
     from tokenizers import Tokenizer
 

@@ -60,15 +60,18 @@ def rollout(
     )  # fmt: skip
 
 
-def group_of(name: str, step: int, members: int = 4, **how: str) -> tuple[Group, Selection]:
-    rollouts = tuple(rollout(name, m, m % 2 == 0, **how) for m in range(members))
+MEMBERS = 4
+
+
+def group_of(name: str, step: int, **how: str) -> tuple[Group, Selection]:
+    rollouts = tuple(rollout(name, m, m % 2 == 0, **how) for m in range(MEMBERS))
     choices = tuple(
         Choice(
-            t.id, m < members // 2, f"reason {m}", float(m % 2 == 0), 0.5 * (m % 2), 0.0, 1.0 + m
+            t.id, m < MEMBERS // 2, f"reason {m}", float(m % 2 == 0), 0.5 * (m % 2), 0.0, 1.0 + m
         )
         for m, t in enumerate(rollouts)
     )
-    problem = Problem("p", how.get("text") or f"What is {step} + {members}?", "4", kind="sum")
+    problem = Problem("p", how.get("text") or f"What is {step} + {MEMBERS}?", "4", kind="sum")
     return Group(name, problem, step, rollouts), Selection(name, "roc", choices)
 
 

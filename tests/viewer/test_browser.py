@@ -17,6 +17,8 @@ from tests.viewer.served import serving
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
+pytestmark = pytest.mark.slow
+
 
 def open_page(page: Page, address: str) -> None:
     """Go to an address and wait until its view is shown."""
@@ -63,9 +65,9 @@ def test_curves_of_a_real_run_answer_what_people_ask(page: Page, url: str) -> No
     open_page(page, f"{url}/run/real")
     charts = page.locator("figure").evaluate_all("all => all.map(f => f.dataset.chart)")
     for wanted in (
-        *("Reward", "Held-out accuracy", "Accuracy by kind", "Failing tool calls"),
-        *("Response length", "Truncated and unanswered", "Entropy", "Mismatch", "Seconds a step"),
-        *("KV cache in use", "Idle engines", "Code environment: calls a second"),
+        *("Reward", "Held-out accuracy", "Accuracy by kind", "Tool-error rate"),
+        *("Response length", "Truncated and unanswered", "Entropy", "Mismatch", "Seconds per step"),
+        *("KV cache in use", "Idle engines", "Code environment: calls per second"),
         *("Code environment: latency", "SFT loss"),
     ):
         assert wanted in charts
@@ -90,7 +92,7 @@ def test_a_group_says_why_each_rollout_was_kept(
         text = rows.nth(index).inner_text()
         assert ("kept" if choice.kept else "dropped") in text
         assert choice.reason in text
-        assert ("right" if choice.reward else "wrong") in text
+        assert ("correct" if choice.reward else "wrong") in text
     kept = sum(choice.kept for choice in line.selection.choices)
     assert f"{kept} of {len(line.selection.choices)} kept" in page.locator(".notice").inner_text()
 
@@ -175,7 +177,7 @@ def test_filters_find_what_is_there_and_nothing_else(
     settled(page, lambda: page.select_option("select[name=stage]", "short"))
     settled(page, lambda: page.select_option("select[name=reward]", "1"))
     settled(page, lambda: page.select_option("select[name=outcome]", "failed"))
-    assert page.locator("table.found tbody tr").count() == expected
+    assert page.locator("table.matches tbody tr").count() == expected
     assert "outcome=failed" in page.url
 
 
@@ -183,7 +185,7 @@ def test_text_is_found_in_code(page: Page, url: str) -> None:
     open_page(page, f"{url}/run/torn/rollouts")
     page.fill("#q", "PRINT(2 + 3)")
     settled(page, lambda: page.press("#q", "Enter"))
-    ids = page.locator("table.found tbody tr").evaluate_all("all => all.map(r => r.dataset.row)")
+    ids = page.locator("table.matches tbody tr").evaluate_all("all => all.map(r => r.dataset.row)")
     assert len(ids) == 4
     assert all(row.endswith("/3") for row in ids)
     assert page.locator("#count").inner_text().startswith("4 matches in 16")
@@ -309,7 +311,7 @@ def test_a_run_of_an_older_format_says_so(page: Page, url: str) -> None:
 )
 def test_hostile_text_is_only_text(page: Page, url: str, path: str) -> None:
     open_page(page, f"{url}/run/hostile{path}")
-    page.wait_for_timeout(100)
+    page.evaluate("() => new Promise(done => requestAnimationFrame(() => setTimeout(done)))")
     assert page.evaluate("window.owned") is None
     assert page.locator("main script, main iframe, main img, main textarea").count() == 0
     shown = page.evaluate("document.body.textContent")

@@ -46,6 +46,7 @@ def group_ids(catalog: Catalog) -> list[str]:
     return list(dict.fromkeys(row["id"] for row in rows(catalog)))
 
 
+@pytest.mark.slow
 def test_index_and_lines_give_the_same_tables(runs: dict[str, Path]) -> None:
     indexed, scanned = opened(runs["real"]), opened(runs["bare"])
     for stage in ("short", "hard", "eval-sft-sampled", "filter-hard"):
@@ -58,6 +59,7 @@ def test_index_and_lines_give_the_same_tables(runs: dict[str, Path]) -> None:
         assert indexed.entry(with_index[-1]) == scanned.entry(without[-1])
 
 
+@pytest.mark.slow
 def test_tables_are_what_the_groups_say(runs: dict[str, Path]) -> None:
     table = iter(rows(opened(runs["real"]), "short"))
     for line in read_groups(runs["real"], "short"):

@@ -47,6 +47,7 @@ def matching(run: ViewedRun, **asked: str) -> list[str]:
     return ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "wanted"),
     [
@@ -71,6 +72,7 @@ def test_a_filter_finds_exactly_what_a_loop_finds(
     assert set(matching(real, **asked)) == expected
 
 
+@pytest.mark.slow
 def test_kept_is_what_resampling_said(real: ViewedRun) -> None:
     kept = {
         choice.trajectory_id
@@ -83,6 +85,7 @@ def test_kept_is_what_resampling_said(real: ViewedRun) -> None:
     assert set(matching(real, kept="yes")) == kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sort", ["longest", "entropy", "failed", "turns", "slowest"])
 def test_orders_are_orders(real: ViewedRun, sort: str) -> None:
     column = {
@@ -97,6 +100,7 @@ def test_orders_are_orders(real: ViewedRun, sort: str) -> None:
     assert values == sorted(values, reverse=True)
 
 
+@pytest.mark.slow
 def test_newest_begins_at_the_end_of_the_run_and_oldest_at_its_beginning(real: ViewedRun) -> None:
     newest, oldest = matching(real, sort="newest"), matching(real, sort="oldest")
     assert newest[0].startswith("eval-hard-sampled/")
@@ -104,7 +108,7 @@ def test_newest_begins_at_the_end_of_the_run_and_oldest_at_its_beginning(real: V
     assert sorted(newest) == sorted(oldest)
 
 
-def test_a_search_that_runs_out_of_time_says_where_to_go_on(
+def test_a_search_that_runs_out_of_time_says_where_to_continue(
     tmp_path: Path, read_run: Callable[[Path], ViewedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = read_run(write_plain(tmp_path / "run", steps=3))
@@ -127,7 +131,7 @@ def test_a_search_that_runs_out_of_time_says_where_to_go_on(
 @pytest.mark.parametrize(
     "asked", [{"reward": "2"}, {"stop": "x"}, {"outcome": "x"}, {"step": "-1"}, {"sort": "x"}]
 )
-def test_a_filter_that_makes_no_sense_is_named(asked: dict[str, str]) -> None:
+def test_an_invalid_filter_value_is_named(asked: dict[str, str]) -> None:
     (name,) = asked
     with pytest.raises(UserError, match=name):
         Filter.parse(asked)

@@ -98,7 +98,9 @@ class ViewedRun:
 
     @property
     def progress(self) -> float:
-        """Share of the bytes of recorded groups that have been read."""
+        """Share of the bytes of recorded groups that have been read; 0 before the first refresh."""
+        if not self.version:
+            return 0.0
         readers = self.catalog.readers.values()
         whole = sum(reader.whole for reader in readers)
         return sum(reader.covered for reader in readers) / whole if whole > 0 else 1.0

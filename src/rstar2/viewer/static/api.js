@@ -1,4 +1,4 @@
-// Asking the server. One request of a kind at a time: a newer one makes the older one's answer void.
+// Requests to the server, and the addresses of the page's views.
 
 export class Refused extends Error {
   constructor(status, message) { super(message); this.status = status; }

@@ -1,4 +1,4 @@
-// The page: reads the address, shows the view it names, keeps it up to date, listens to the keyboard.
+// The page: reads the address, shows its view, keeps it up to date, handles the keyboard.
 
 import { h, hideTip } from "/static/dom.js";
 import { at, get } from "/static/api.js";
@@ -38,7 +38,7 @@ async function show({ keepScroll = false } = {}) {
   hideTip();
   if (!keepScroll) main.classList.add("loading");
   try {
-    if (wanted.view === null) throw new Error("there is no such page");
+    if (wanted.view === null) throw new Error("this page does not exist");
     const page = await wanted.view.load(wanted.params, wanted.query, context);
     if (mine !== ticket) return;
     shown?.page?.close?.();
@@ -53,7 +53,7 @@ async function show({ keepScroll = false } = {}) {
     shown?.page?.close?.();
     shown = { ...wanted, page: null };
     crumbs([["runs", at.runs()]]);
-    main.replaceChildren(h("section.empty", null, h("h1", null, "Nothing to show"), h("p", { role: "alert" }, error.message),
+    main.replaceChildren(h("section.empty", null, h("h1", null, "Not found"), h("p", { role: "alert" }, error.message),
       h("p", null, h("a.button", { href: at.runs() }, "All runs"))));
   } finally {
     if (mine === ticket) { main.classList.remove("loading"); main.dataset.ready = String(mine); }
@@ -74,7 +74,7 @@ function crumbs(items) {
   document.getElementById("crumbs").replaceChildren(...nodes);
 }
 
-/** Go to an address of this page; `replace` leaves no step in the history. */
+/** Go to an address of this page; `replace` adds no entry to the history. */
 function go(href, { replace = false } = {}) {
   if (replace) history.replaceState(null, "", href); else history.pushState(null, "", href);
   return show();
@@ -124,7 +124,7 @@ async function pulse() {
     live(touches ? "updated" : "");
   } catch {
     lost = true;
-    live("server gone");
+    live("");
   }
   setTimeout(pulse, document.hidden ? 4 * PULSE_MS : PULSE_MS);
 }
@@ -132,7 +132,7 @@ async function pulse() {
 function live(text) {
   const node = document.getElementById("live");
   node.classList.toggle("lost", lost);
-  if (lost) node.textContent = "● the server does not answer";
+  if (lost) node.textContent = "● no answer from the server";
   else if (text) { node.textContent = "● live"; node.classList.remove("flash"); void node.offsetWidth; node.classList.add("flash"); }
   else node.textContent = shown?.page?.running ? "● live" : "";
 }
@@ -151,14 +151,14 @@ function switchTheme() {
 
 const KEYS = [
   ["j  k", "next, previous row (or rollout)"], ["Enter", "open the row"], ["u", "one level up"],
-  ["[  ]", "previous, next step, group or rollout"], ["/", "search rollouts"], ["t", "light or dark"],
-  ["1 … 7", "colour tokens by mask, logprob, …"], ["?", "this list"], ["Esc", "close"],
+  ["[  ]", "previous, next step, group or rollout"], ["/", "search rollouts"], ["t", "switch between light and dark"],
+  ["1 … 7", "colour tokens by mask, logprob, …"], ["?", "show this list"], ["Esc", "close"],
 ];
 
 function help() {
   const box = document.getElementById("help");
   if (box.open) { box.close(); return; }
-  box.replaceChildren(h("h2", null, "Keyboard"), h("table.keys", null, KEYS.map(([k, what]) =>
+  box.replaceChildren(h("h2", null, "Keyboard shortcuts"), h("table.keys", null, KEYS.map(([k, what]) =>
     h("tr", null, h("td", null, k.split("  ").map((one) => h("kbd", null, one))), h("td", null, what)))),
   h("form", { method: "dialog" }, h("button.button", null, "Close")));
   box.showModal();

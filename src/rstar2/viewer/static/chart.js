@@ -1,4 +1,4 @@
-// Charts as inline SVG: lines with stages behind them, stacked areas, a tooltip, a click per step.
+// Charts as inline SVG: lines over stages, stacked areas, tooltips, clickable steps.
 
 import { h, hideTip, s, showTip } from "/static/dom.js";
 import { number } from "/static/format.js";
@@ -158,12 +158,12 @@ function listen(svg, cursor, { series, xs, px, o, format }) {
   }
 }
 
-/** A tiny line, for tables. */
+/** A small line chart for tables. */
 export function spark(values, format = number) {
-  const found = values.filter(known);
-  if (found.length < 2) return h("span.muted", null, "–");
-  const low = Math.min(...found), high = Math.max(...found);
+  const numbers = values.filter(known);
+  if (numbers.length < 2) return h("span.muted", null, "–");
+  const low = Math.min(...numbers), high = Math.max(...numbers);
   const px = (i) => 2 + i / (values.length - 1) * 96, py = (v) => 22 - (high === low ? 10 : (v - low) / (high - low) * 20);
   const line = s("path.line", { d: path(values.map((_, i) => i), smooth(values, 5), px, py), style: { stroke: colour(0) } });
-  return s("svg.spark", { viewBox: "0 0 100 24", role: "img", "aria-label": `from ${format(found[0])} to ${format(found.at(-1))}` }, line);
+  return s("svg.spark", { viewBox: "0 0 100 24", role: "img", "aria-label": `from ${format(numbers[0])} to ${format(numbers.at(-1))}` }, line);
 }

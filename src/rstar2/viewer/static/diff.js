@@ -1,4 +1,4 @@
-// What two texts have in common, word by word: the longest common subsequence, bounded.
+// The common words of two texts: the longest common subsequence, bounded.
 
 const MOST = 1500;  // words of each side that are compared; the rest is shown as different
 

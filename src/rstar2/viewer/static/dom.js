@@ -1,4 +1,4 @@
-// Making elements. Whatever comes from a run ends up in text nodes and attributes, never in markup.
+// Makes elements. Text of a run only gets into text nodes and attributes, never into markup.
 
 /** h("a.link", {href, onclick}, ...children): an element; children are nodes, text, or lists. */
 export function h(spec, props, ...children) {
@@ -30,7 +30,7 @@ function fill(node, props, children) {
   append(node, children);
 }
 
-// Links go to this page's own addresses only.
+// Only links to this page's own addresses are made.
 const isLocal = (href) => /^[/?#](?!\/)/.test(String(href));
 
 function append(node, children) {
@@ -43,7 +43,7 @@ function append(node, children) {
 
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g;
 
-/** Control characters, ANSI escapes and direction marks as signs that can be seen. */
+/** Control characters, ANSI escapes and direction marks as visible symbols. */
 export function visible(text) {
   return text.replace(/\r\n/g, "\n").replace(HIDDEN, (c) => {
     const code = c.codePointAt(0);
@@ -53,7 +53,7 @@ export function visible(text) {
   });
 }
 
-/** Long text, cut until somebody asks for all of it. */
+/** Long text, cut until its button is clicked. */
 export function long(spec, text, most = 6000, render = (t) => [t]) {
   if (text.length <= most) return h(spec, null, render(text));
   const node = h(spec, null, render(text.slice(0, most)));

@@ -1,4 +1,4 @@
-// Numbers as a person reads them.
+// Numbers as text.
 
 export const percent = (v) => v === null || v === undefined ? "–" : `${(100 * v).toFixed(1).replace(/\.0$/, "")}%`;
 

@@ -24,11 +24,11 @@ export async function load({ run, id }, query, context) {
   };
   const node = h("section", null,
     h("div.headline", null, h("h1.question", null, data.problem.prompt), turner(previous, following, "group")),
-    h("p.lead", null, "truth ", h("code", null, data.problem.answer), data.problem.kind && ` · ${words(data.problem.kind)}`, ` · graded as ${data.problem.grader}`, data.problem.source && ` · ${data.problem.source}`),
+    h("p.lead", null, "expected answer ", h("code", null, data.problem.answer), data.problem.kind && ` · ${words(data.problem.kind)}`, ` · grader ${data.problem.grader}`, data.problem.source && ` · ${data.problem.source}`),
     training && explain(data),
-    Object.keys(data.lost).length > 0 && h("p.notice.warn", null, `Lost to infrastructure and not counted: ${Object.entries(data.lost).map(([n, c]) => `${n} ×${c}`).join(", ")}`),
+    Object.keys(data.lost).length > 0 && h("p.notice.warn", null, `Rollouts lost to infrastructure failures, not counted: ${Object.entries(data.lost).map(([n, c]) => `${n} ×${c}`).join(", ")}`),
     table(run, data, training, chosen, pick),
-    h("p.muted.small", null, training ? ["p_err: failed calls / calls (0.5 without a call). p_format: 1 without an answer tag, else (tags − 1) / turns. Weight: 1 / (ε + p_err + p_format) for right rollouts, 1 for wrong ones. "] : "", "Tick two rollouts to see what differs."),
+    h("p.muted.small", null, training ? ["p_err: failed calls / calls (0.5 without a call). p_format: 1 without an answer tag, else (tags − 1) / turns. Weight: 1 / (ε + p_err + p_format) for correct rollouts, 1 for wrong ones. "] : "", "Select two rollouts to compare them."),
     compare);
   return {
     title: data.problem.prompt.slice(0, 60), node, up, previous, following,
@@ -40,8 +40,8 @@ export async function load({ run, id }, query, context) {
 function explain(data) {
   if (!data.used) return h("p.notice", null, h("b", null, "Not used"), ": ", data.why || "this group is not in the batch.");
   const q = data.quota, total = q.right + q.wrong, keep = q.right_kept + q.wrong_kept;
-  const how = { roc: "right ones drawn with probability falling with their errors, wrong ones uniformly", uniform: "drawn uniformly", none: "the first ones, as plain GRPO does", release: "the cleanest right ones and the first wrong ones" }[data.variant] || data.variant;
-  return h("p.notice", null, h("b", null, `${keep} of ${total} kept`), `: ${q.right_kept} of ${q.right} right, ${q.wrong_kept} of ${q.wrong} wrong; ${how}.`);
+  const how = { roc: "correct rollouts are sampled with a probability that falls with their errors, wrong ones uniformly", uniform: "sampled uniformly", none: "the first ones, as in plain GRPO", release: "the correct ones with the fewest errors and the first wrong ones" }[data.variant] || data.variant;
+  return h("p.notice", null, h("b", null, `${keep} of ${total} kept`), `: ${q.right_kept} of ${q.right} correct, ${q.wrong_kept} of ${q.wrong} wrong; ${how}.`);
 }
 
 function table(run, data, training, chosen, pick) {
@@ -50,7 +50,7 @@ function table(run, data, training, chosen, pick) {
   return h("div.scroll", null, h("table.rollouts", null, h("thead", null, h("tr", null, heads.map((t) => h(LEFT.has(t) ? "th.left" : "th", null, t)))),
     h("tbody", null, data.rollouts.map((r, i) => {
       const name = r.id.slice(data.id.length + 1), href = at.rollout(run, r.id);
-      if (!r.recorded) return h("tr.off", null, h("td"), h("th", null, name), h("td", null, verdict(r.correct ? 1 : 0)), training && [h("td", null, kept(r.chosen)), h("td.left.why", null, r.reason)], h("td.left.muted", { colspan: "9" }, "not recorded (record.trajectories: kept)"));
+      if (!r.recorded) return h("tr.off", null, h("td"), h("th", null, name), h("td", null, verdict(r.correct ? 1 : 0)), training && [h("td", null, kept(r.chosen)), h("td.left.why", null, r.reason)], h("td.left.muted", { colspan: "9" }, "not recorded (record.trajectories is kept)"));
       return h(`tr${training ? r.chosen ? ".kept" : ".dropped" : ""}`, { tabindex: "0", data: { row: href } },
         h("td", null, h("input", { type: "checkbox", name: "diff", value: name, checked: chosen.has(name), "aria-label": `compare rollout ${name}`, onchange: (e) => pick(name, e.target.checked) })),
         h("th", null, h("a", { href }, name)), h("td", null, verdict(r.reward)),
@@ -58,7 +58,7 @@ function table(run, data, training, chosen, pick) {
         h("td.left", null, h("code.answer", null, r.answer || "–")),
         h("td.left", null, h("span.outcomes", null, r.results.map(outcome))), h("td.left", null, words(r.stop)),
         h("td", null, number(r.p_err)), h("td", null, number(r.p_format)),
-        training && h("td", null, data.used ? h("span.weight", { title: `${percent(shares[i])} of the weight of ${r.correct ? "right" : "wrong"} rollouts` }, number(r.weight), r.correct && h("i", { style: { width: `${Math.round(44 * r.weight / heaviest)}px` } })) : "–"),
+        training && h("td", null, data.used ? h("span.weight", { title: `${percent(shares[i])} of the weight of ${r.correct ? "correct" : "wrong"} rollouts` }, number(r.weight), r.correct && h("i", { style: { width: `${Math.round(44 * r.weight / heaviest)}px` } })) : "–"),
         h("td", null, whole(r.tokens)), h("td", null, whole(r.turns)), h("td", null, number(r.entropy)));
     }))));
 }
@@ -75,7 +75,7 @@ async function fillCompare(box, run, group, names) {
   const two = await Promise.all(names.map((name) => get("rollout", run, { id: `${group}/${name}` })));
   const text = (r) => r.segments.map((part) => `${{ thought: "", code: "▸ ", result: "◂ ", answer: "= " }[part.kind]}${part.text}`).join("\n\n");
   const sides = diff(text(two[0]), text(two[1]));
-  box.replaceChildren(h("h2", null, "Side by side"), h("div.pair", null, two.map((r, i) => h("div.card", null,
+  box.replaceChildren(h("h2", null, "Comparison"), h("div.pair", null, two.map((r, i) => h("div.card", null,
     h("div.rollout-head", null, h("a", { href: at.rollout(run, r.id) }, `rollout ${names[i]}`), verdict(r.reward?.value), r.choice && kept(r.choice.kept), h("span.muted.small", null, plural(r.tokens, "token"))),
     h("pre.diff", null, sides[i].map(([same, words_]) => same ? words_ : h("mark", null, words_)))))));
   box.dataset.ready = names.join(",");

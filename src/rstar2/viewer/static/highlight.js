@@ -1,4 +1,4 @@
-// Python with its words coloured; a small reader of tokens, not of grammar. Returns nodes.
+// Syntax colours for Python by a small tokenizer. Returns nodes.
 
 import { h, visible } from "/static/dom.js";
 

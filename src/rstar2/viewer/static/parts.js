@@ -1,4 +1,4 @@
-// Pieces that several views use.
+// Elements that several views use.
 
 import { h } from "/static/dom.js";
 import { at } from "/static/api.js";
@@ -14,7 +14,7 @@ export function outcome(name) {
 }
 
 export const verdict = (reward) => reward === null || reward === undefined ? h("span.badge.warn", null, "not graded")
-  : reward > 0.5 ? h("span.badge.good", null, "right") : h("span.badge.bad", null, "wrong");
+  : reward > 0.5 ? h("span.badge.good", null, "correct") : h("span.badge.bad", null, "wrong");
 
 export function kept(value) {
   if (value === true) return h("span.badge.keep", null, "kept");
@@ -24,15 +24,15 @@ export function kept(value) {
 
 /** The 2G rollouts of a group as squares: colour is the verdict, filled means kept. */
 export function dots(rollouts) {
-  const title = (r) => `${r.reward === null ? "not graded" : r.reward > 0.5 ? "right" : "wrong"}${r.kept === null ? "" : r.kept ? ", kept" : ", dropped"}${r.failed ? `, ${r.failed} failed call(s)` : ""}`;
+  const title = (r) => `${r.reward === null ? "not graded" : r.reward > 0.5 ? "correct" : "wrong"}${r.kept === null ? "" : r.kept ? ", kept" : ", dropped"}${r.failed ? `, tool errors: ${r.failed}` : ""}`;
   return h("span.dots", null, rollouts.map((r, i) =>
     h(`i.dot.${r.reward > 0.5 ? "right" : "wrong"}.${r.kept === true ? "kept" : r.kept === false ? "dropped" : "unused"}${r.failed ? ".failing" : ""}`, { title: `${i}: ${title(r)}` })));
 }
 
 export const legendOfDots = () => h("p.legend.small", null,
-  h("span", null, h("i.dot.right.kept"), "right, kept"), h("span", null, h("i.dot.wrong.kept"), "wrong, kept"),
+  h("span", null, h("i.dot.right.kept"), "correct, kept"), h("span", null, h("i.dot.wrong.kept"), "wrong, kept"),
   h("span", null, h("i.dot.right.dropped"), "dropped"), h("span", null, h("i.dot.right.unused"), "group not used"),
-  h("span", null, h("i.dot.right.kept.failing"), "made a failing call"));
+  h("span", null, h("i.dot.right.kept.failing"), "had a tool error"));
 
 export function bar(share, kind = "right") {
   return h("span.meter", { role: "img", "aria-label": `${Math.round(100 * share)}%` }, h(`i.${kind}`, { style: { width: `${100 * share}%` } }));

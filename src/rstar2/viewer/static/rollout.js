@@ -1,4 +1,4 @@
-// One trajectory: to be read, or token by token.
+// One trajectory: as text, or token by token.
 
 import { h, long } from "/static/dom.js";
 import { at, get } from "/static/api.js";
@@ -31,7 +31,7 @@ function summary(data) {
   const choice = data.choice;
   return h("div.verdictbar", null,
     verdict(data.reward?.value),
-    h("span", null, data.answer ? ["answered ", h("code", null, data.answer)] : h("span.muted", null, "no answer"), data.correct ? "" : [" · truth ", h("code", null, data.problem.answer)]),
+    h("span", null, data.answer ? ["answered ", h("code", null, data.answer)] : h("span.muted", null, "no answer"), data.correct ? "" : [" · expected ", h("code", null, data.problem.answer)]),
     choice && [kept(choice.kept), h("span.muted", null, `${choice.reason} · p_err ${number(choice.p_err)} · p_format ${number(choice.p_format)} · weight ${number(choice.weight)}`)],
     !choice && !/^(eval|filter)-/.test(data.stage) && h("span.badge.none", null, "group not used"),
     h("span.muted.small", null, `stopped: ${words(data.stop)} · ${plural(data.turns.length, "turn")} · ${plural(data.tokens, "token")}, ${data.sampled} sampled · ${seconds(data.wall_s)}${data.attempts > 1 ? ` · attempt ${data.attempts}` : ""}`));
@@ -39,7 +39,7 @@ function summary(data) {
 
 function read(data) {
   const parts = [];
-  if (data.prompt) parts.push(h("details.turn.promptbox", null, h("summary", null, "prompt as the model reads it"), long("pre.box", data.prompt)));
+  if (data.prompt) parts.push(h("details.turn.promptbox", null, h("summary", null, "prompt with the chat template applied"), long("pre.box", data.prompt)));
   const turns = new Map();
   for (const part of data.segments) { if (!turns.has(part.turn)) turns.set(part.turn, []); turns.get(part.turn).push(part); }
   for (const [number_, segments] of turns) {
@@ -48,7 +48,7 @@ function read(data) {
       h("header", null, h("a.anchor", { href: `#turn-${number_ + 1}` }, `Turn ${number_ + 1}`), turn && h("span.muted.small", null, times(turn))),
       segments.map((part) => segment(part, data))));
   }
-  if (!parts.length) parts.push(h("p.muted", null, "Nothing was sampled."));
+  if (!parts.length) parts.push(h("p.muted", null, "No tokens were sampled."));
   return h("div.turns", null, parts);
 }
 
@@ -56,10 +56,10 @@ const times = (turn) => [`${turn.sampled} tokens`, turn.queue_s > 0.001 && `queu
   turn.tools_s > 0.0005 && `tools ${seconds(turn.tools_s)}`, turn.engine, turn.cached > 0 && `${turn.cached} cached`, turn.finish !== "stop" && `ended by ${turn.finish}`].filter(Boolean).join(" · ");
 
 function segment(part, data) {
-  const rest = part.cut > 0 && h("p.muted.small", null, `${part.cut.toLocaleString("en")} more characters are in the record.`);
+  const rest = part.cut > 0 && h("p.muted.small", null, `${part.cut.toLocaleString("en")} more characters are recorded but not shown.`);
   if (part.kind === "thought") return h("div.seg.thought", null, long("div", part.text), rest);
   if (part.kind === "code") return h("div.seg.code", null, h("span.tag", null, "python"), long("pre", part.text, 20000, python), rest);
   if (part.kind === "answer") return h(`div.seg.answer${data.correct ? "" : ".failed"}`, null, long("div", part.text), rest);
-  const about = [`${seconds(part.wall_s)}`, part.queue_s > 0.001 && `queued ${seconds(part.queue_s)}`, part.peak_mb > 0 && `${number(part.peak_mb)} MB`, part.exit_code && `exit ${part.exit_code}`, part.signal && `signal ${part.signal}`, part.isolation, part.attempts > 1 && `${part.attempts} attempts`, part.truncated && "output cut"].filter(Boolean).join(" · ");
+  const about = [`${seconds(part.wall_s)}`, part.queue_s > 0.001 && `queued ${seconds(part.queue_s)}`, part.peak_mb > 0 && `${number(part.peak_mb)} MB`, part.exit_code && `exit ${part.exit_code}`, part.signal && `signal ${part.signal}`, part.isolation, part.attempts > 1 && `${part.attempts} attempts`, part.truncated && "output truncated"].filter(Boolean).join(" · ");
   return h(`div.seg.result${part.failed ? ".failed" : ""}`, null, h("span.tag", null, outcome(part.outcome), h("span.muted", null, ` ${about}`)), long("pre", part.text || part.message || "(no output)"), rest);
 }

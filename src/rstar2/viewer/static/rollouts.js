@@ -1,4 +1,4 @@
-// Search: every rollout of a run, filtered, found by its text, page by page.
+// Search: the rollouts of a run, filtered, searched by text, one page at a time.
 
 import { h } from "/static/dom.js";
 import { at, get } from "/static/api.js";
@@ -16,19 +16,19 @@ export async function load({ run }, query, context) {
     const page = await get("rollouts", run, { ...asked, start });
     if (stopped) return;
     list.append(...page.rows.map((r) => row(run, r)));
-    const found = list.childElementCount;
+    const listed = list.childElementCount;
     note.textContent = asked.text
-      ? `${plural(found, "match", "matches")} in ${whole(page.searched)} of ${plural(page.total, "rollout")}${page.next === null ? "" : " searched"}`
-      : page.total === 0 ? "No rollout matches." : `${whole(found)} of ${plural(page.total, "rollout")}`;
+      ? `${plural(listed, "match", "matches")} in ${whole(page.searched)} of ${plural(page.total, "rollout")}${page.next === null ? "" : " searched"}`
+      : page.total === 0 ? "No rollout matches." : `${whole(listed)} of ${plural(page.total, "rollout")}`;
     more.replaceChildren();
     if (page.next === null) return;
-    // a text search goes on by itself until a page is full; then it asks
+    // a text search continues by itself until a page is full
     if (asked.text && budget - page.rows.length > 0) { more.append(h("span.muted", null, "searching …")); return fetchPage(page.next, budget - page.rows.length); }
-    more.append(h("button.button", { type: "button", onclick: () => fetchPage(page.next, 50) }, asked.text ? "search on" : "show more"));
+    more.append(h("button.button", { type: "button", onclick: () => fetchPage(page.next, 50) }, asked.text ? "continue searching" : "show more"));
   };
   const submit = (form) => { const fields = Object.fromEntries(FIELDS.map((f) => [f, form.elements[f]?.value.trim() || ""])); if (fields.sort === "newest") fields.sort = ""; return context.go(at.rollouts(run, fields)); };
   const node = h("section", null, h("h1", null, "Rollouts"), form(facets, asked, submit), note,
-    h("div.scroll", null, h("table.found", null, h("thead", null, h("tr", null, ["problem", "step", "verdict", "chosen", "calls", "stopped", "tokens", "turns", "entropy"].map((t) => h(["step", "calls", "stopped"].includes(t) ? "th.left" : "th", null, t)))), list)), more);
+    h("div.scroll", null, h("table.matches", null, h("thead", null, h("tr", null, ["problem", "step", "verdict", "chosen", "calls", "stopped", "tokens", "turns", "entropy"].map((t) => h(["step", "calls", "stopped"].includes(t) ? "th.left" : "th", null, t)))), list)), more);
   await fetchPage(0, 50);
   return { title: `search ${run}`, node, crumbs: crumbsOf(run, ["rollouts", null]), up: at.run(run), close() { stopped = true; } };
 }
@@ -42,9 +42,9 @@ function form(facets, asked, submit) {
     select("stage", "stage", any(facets.stages, "all")),
     h("label", null, h("span", null, "step"), h("input", { name: "step", inputmode: "numeric", size: "4", value: asked.step, onchange: (e) => submit(e.target.form) })),
     facets.kinds.length > 0 && select("kind", "kind", any(facets.kinds)),
-    select("reward", "verdict", [["", "any"], ["1", "right"], ["0", "wrong"], ["none", "not graded"]]),
+    select("reward", "verdict", [["", "any"], ["1", "correct"], ["0", "wrong"], ["none", "not graded"]]),
     select("kept", "chosen", [["", "any"], ["yes", "kept"], ["no", "dropped"], ["unused", "not used"]]),
-    select("outcome", "a call was", any(["failed", ...facets.outcomes])),
+    select("outcome", "tool outcome", any(["failed", ...facets.outcomes])),
     select("stop", "stopped", any(facets.stops)),
     h("label", null, h("span", null, "tokens"), h("span.between", null, h("input", { name: "least", inputmode: "numeric", size: "4", placeholder: "from", value: asked.least, onchange: (e) => submit(e.target.form) }), h("input", { name: "most", inputmode: "numeric", size: "4", placeholder: "to", value: asked.most, onchange: (e) => submit(e.target.form) }))),
     select("sort", "order", [["newest", "newest"], ["oldest", "oldest"], ["longest", "longest"], ["entropy", "highest entropy"], ["failed", "most failed calls"], ["turns", "most turns"], ["slowest", "slowest"]]),

@@ -1,4 +1,4 @@
-// One run: what it came to, its curves by stage, and the way into its steps.
+// One run: its results, its curves by stage, and links to its steps.
 
 import { h } from "/static/dom.js";
 import { at, get } from "/static/api.js";
@@ -32,8 +32,8 @@ function view(run, about, curves, context) {
     tiles(about),
     ...sections(run, about, curves, joined, context, [stepStrip(run, about, joined), stageTable(run, about)]),
     kinds(about),
-    h("h2", null, "This run"),
-    h("details.card", { id: "facts" }, h("summary", null, "Where and with what it ran"), facts([["directory", about.path], ...Object.entries(about.environment)])),
+    h("h2", null, "Details"),
+    h("details.card", { id: "facts" }, h("summary", null, "Environment"), facts([["directory", about.path], ...Object.entries(about.environment)])),
     h("details.card", { id: "settings" }, h("summary", null, "Settings"), h("pre.recipe", null, yaml(about.settings))),
     h("details.card", { id: "events" }, h("summary", null, `Events (${about.events.length})`), h("table.events", null, about.events.map((e) =>
       h("tr", null, h("td.muted", null, new Date(e.time * 1000).toISOString().replace("T", " ").slice(0, 19)), h("td", null, e.event), h("td.left.muted", null, brief(e)))))),
@@ -44,7 +44,7 @@ function head(run, about) {
   const now = about.now ? ` · ${about.now.stage} step ${about.now.step}` : "";
   return h("div.hero", null,
     h("h1", null, run),
-    h("p.lead", null, status(about.status), ` ${about.recipe} · seed ${about.seed} · model ${about.model} · ${seconds(about.busy_s)} of work`,
+    h("p.lead", null, status(about.status), ` ${about.recipe} · seed ${about.seed} · model ${about.model} · ${seconds(about.busy_s)} of training and evaluation`,
       about.status === "running" ? `${now} · last step ${ago(about.updated)}` : ""),
     h("p.actions", null, h("a.button", { href: at.rollouts(run) }, `Search ${plural(about.rollouts, "rollout")}`)));
 }
@@ -60,11 +60,11 @@ function tiles(about) {
   const ends = sampled.length ? sampled : about.evaluations;
   if (ends.length) {
     const [a, b] = [ends[0], ends.at(-1)], two = ends.length > 1;
-    out.push(tile("failing calls in correct rollouts", two ? percent(a.failing_calls_in_correct) : null, percent(b.failing_calls_in_correct), a.failing_calls_in_correct - b.failing_calls_in_correct, `${b.mode} answers`));
-    out.push(tile("tokens an answer", two ? whole(a.mean_length) : null, whole(b.mean_length), 0, "tool output included"));
+    out.push(tile("tool-error rate in correct rollouts", two ? percent(a.failing_calls_in_correct) : null, percent(b.failing_calls_in_correct), a.failing_calls_in_correct - b.failing_calls_in_correct, `${b.mode} evaluation`));
+    out.push(tile("tokens per rollout", two ? whole(a.mean_length) : null, whole(b.mean_length), 0, "tool output included"));
   } else if (about.reward !== null) {
     out.push(tile("reward", null, percent(about.reward), 0, "mean of the last steps"));
-    out.push(tile("failing calls in correct rollouts", null, percent(about.failing), 0, "mean of the last steps"));
+    out.push(tile("tool-error rate in correct rollouts", null, percent(about.failing), 0, "mean of the last steps"));
   }
   return out.length ? h("div.tiles", null, out) : null;
 }
@@ -85,12 +85,12 @@ function stageTable(run, about) {
       h("td", null, made ? percent(made.failing_calls_in_correct) : ""), h("td", null, made ? whole(made.mean_length) : ""));
   });
   return h("div", null, h("h2", { id: "stages" }, "Stages"), h("div.scroll", null, h("table", null,
-    h("thead", null, h("tr", null, ["stage", "", "steps", "groups", "rollouts", "accuracy", "failing calls in correct", "mean length"].map((t) => h("th", null, t)))), h("tbody", null, rows))));
+    h("thead", null, h("tr", null, ["stage", "", "steps", "groups", "rollouts", "accuracy", "tool-error rate in correct rollouts", "mean length"].map((t) => h("th", null, t)))), h("tbody", null, rows))));
 }
 
 // ---------------------------------------------------------------------------- curves
 
-/** RL stages laid end to end: x is the RL step, spans are the stages. */
+/** RL stages one after another: x is the RL step, spans are the stages. */
 function join(about, curves) {
   const spans = [], x = [], at_ = [], columns = new Map();
   for (const stage of about.stages.filter((one) => one.kind === "rl")) {
@@ -110,7 +110,7 @@ function join(about, curves) {
   return { x, at: at_, spans, columns };
 }
 
-/** Charts by what one asks; `after` stands behind the first group. */
+/** Charts grouped by question; `after` follows the first group. */
 function sections(run, about, curves, joined, context, after) {
   const { x, spans, columns } = joined;
   const pick = (value) => { const i = x.indexOf(value); if (i >= 0) context.go(at.step(run, ...joined.at[i])); };
@@ -124,39 +124,39 @@ function sections(run, about, curves, joined, context, after) {
   const sft = curves.stages.sft;
   const groups = [
     ["learning", "Is it learning?", [
-      chart("Reward", "Share of right answers among the rollouts drawn. Click a step to open it.", [["reward", "reward"]], percent, [0, 1]),
+      chart("Reward", "Share of correct answers among all rollouts of a step. Click a step to open it.", [["reward", "reward"]], percent, [0, 1]),
       heldOut(about, spans),
-      chart("Accuracy by kind", "During training, by kind of problem.", startingWith("accuracy/"), percent, [0, 1]),
-      chart("Groups", "Problems of each step; those with equal rewards are dropped and refilled.", [["groups/used", "used"], ["groups/dropped", "dropped"], ["groups/refilled", "refilled"]], number, null, { plain: true }),
+      chart("Accuracy by kind", "Training rollouts by kind of problem.", startingWith("accuracy/"), percent, [0, 1]),
+      chart("Groups", "Groups per step. Groups with equal rewards are dropped and replaced.", [["groups/used", "used"], ["groups/dropped", "dropped"], ["groups/refilled", "replacements"]], number, null, { plain: true }),
     ]],
     ["tools", "How does it use the tool?", [
-      chart("Failing tool calls", "Share of the calls. Inside correct rollouts it says how clean success is.", [["failing_calls_in_correct", "in correct rollouts"], ["tool_errors", "in all rollouts"]], percent, [0, 0.05]),
-      chart("Failures by outcome", "Share of all calls.", startingWith("tool_errors/"), percent, [0, 0.02]),
+      chart("Tool-error rate", "Failed tool calls as a share of all tool calls.", [["failing_calls_in_correct", "in correct rollouts"], ["tool_errors", "in all rollouts"]], percent, [0, 0.05]),
+      chart("Tool errors by outcome", "Share of all tool calls.", startingWith("tool_errors/"), percent, [0, 0.02]),
       chart("Calls and turns", "Per rollout.", [["calls", "calls"], ["turns", "turns"]], number),
     ]],
-    ["length", "How long, how often cut?", [
-      chart("Response length", "Mean tokens of a rollout.", [["response_length", "with tool output"], ["sampled_length", "sampled"]], number),
+    ["length", "How long are rollouts?", [
+      chart("Response length", "Mean tokens per rollout.", [["response_length", "with tool output"], ["sampled_length", "sampled"]], number),
       chart("Truncated and unanswered", "Rollouts cut at the length limit, at the turn limit, or without an answer.", [["truncated", "length limit"], ["max_turns", "turn limit"], ["no_answer", "no answer"]], percent, [0, 0.05]),
     ]],
     ["policy", "Is the policy healthy?", [
-      chart("Entropy", "Of the policy, per sampled token.", [["entropy", "entropy"]], number),
-      chart("Mismatch", "Engine against learner on the same tokens: mean absolute gap of logprobs.", [["mismatch/abs", "mean |gap|"], ["mismatch/abs_max", "largest"]], number, null, { log: (columns.get("mismatch/abs") || []).some((v) => v > 0), plain: true }),
-      chart("Clipped", "Tokens whose ratio left the trust region.", [["ratio/clip_low", "below"], ["ratio/clip_high", "above"], ["mismatch/capped", "importance capped"]], percent),
+      chart("Entropy", "Mean entropy of the policy per sampled token, in nats.", [["entropy", "entropy"]], number),
+      chart("Mismatch", "Absolute difference of the logprobs of engine and learner on the same tokens.", [["mismatch/abs", "mean"], ["mismatch/abs_max", "largest"]], number, null, { log: (columns.get("mismatch/abs") || []).some((v) => v > 0), plain: true }),
+      chart("Clipped tokens", "Share of tokens whose ratio is outside the clipping range.", [["ratio/clip_low", "below"], ["ratio/clip_high", "above"], ["mismatch/capped", "importance capped"]], percent),
       chart("Gradient norm", "", [["grad_norm", "norm"]], number),
     ]],
     ["time", "Where does time go?", [
-      chart("Seconds a step", "By what the controller waited for.", time, number, null, { stacked: true }),
+      chart("Seconds per step", "Time of a step by part.", time, number, null, { stacked: true }),
       chart("KV cache in use", "Reserved share of each engine's cache, mean over the step.", perEngine("kv_share", "kv_share"), percent, [0, 1], { plain: true }),
-      chart("Idle engines", "Share of the step in which an engine had nothing to do.", perEngine("idle_share", "idle_share"), percent, [0, 1], { plain: true }),
-      chart("Code environment: calls a second", "Executed while rollouts were collected.", [["codeenv/calls_per_s", "calls/s"]], number, null, { plain: true }),
-      chart("Code environment: latency", "Seconds that a turn waited for its calls.", [["codeenv/latency_p50_s", "median"], ["codeenv/latency_s", "mean"], ["codeenv/latency_p95_s", "95%"]], seconds, null, { plain: true }),
-      chart("Tokens a second", "Sampled, over all engines.", [["tokens_per_s", "tokens/s"]], number, null, { plain: true }),
+      chart("Idle engines", "Share of the step in which an engine was idle.", perEngine("idle_share", "idle_share"), percent, [0, 1], { plain: true }),
+      chart("Code environment: calls per second", "Calls executed while rollouts were collected.", [["codeenv/calls_per_s", "calls/s"]], number, null, { plain: true }),
+      chart("Code environment: latency", "Time that a turn waited for its tool calls.", [["codeenv/latency_p50_s", "median"], ["codeenv/latency_s", "mean"], ["codeenv/latency_p95_s", "95th percentile"]], seconds, null, { plain: true }),
+      chart("Tokens per second", "Sampled tokens of all engines.", [["tokens_per_s", "tokens/s"]], number, null, { plain: true }),
     ]],
     ["sft", "Before RL", [
-      sft && figure([{ name: "loss", colour: 3, x: sft.step, y: sft.metrics.loss || [], smooth: 9 }, ...(sft.metrics.heldout_loss ? [{ name: "held out", colour: 1, x: sft.step, y: sft.metrics.heldout_loss, points: true }] : [])], { title: "SFT loss", note: "Format only, before any reward; logarithmic.", log: true }),
+      sft && figure([{ name: "loss", colour: 3, x: sft.step, y: sft.metrics.loss || [], smooth: 9 }, ...(sft.metrics.heldout_loss ? [{ name: "held out", colour: 1, x: sft.step, y: sft.metrics.heldout_loss, points: true }] : [])], { title: "SFT loss", note: "Logarithmic scale.", log: true }),
     ]],
   ];
-  const made = groups.map(([id, title, charts]) => { const found = charts.filter(Boolean); return found.length ? h("div", { id }, h("h2", null, title), h("div.grid2", null, found)) : null; });
+  const made = groups.map(([id, title, charts]) => { const known = charts.filter(Boolean); return known.length ? h("div", { id }, h("h2", null, title), h("div.grid2", null, known)) : null; });
   return [made[0], ...after, ...made.slice(1)];
 }
 
@@ -178,17 +178,17 @@ function kinds(about) {
     h("tbody", null, names.map((name) => h("tr", null, h("th", null, words(name)), all.map((e) => { const v = e.kinds[name]?.mean; return h("td", { style: { "--v": v ?? 0 } }, percent(v)); })))))));
 }
 
-/** Every step as a cell, coloured by reward: a map of the run, and a way in. */
+/** Every step as a cell, coloured by reward, with a link to its groups. */
 function stepStrip(run, about, joined) {
   const rewards = joined.columns.get("reward");
   if (!rewards) return null;
   const has = new Map(about.stages.map((stage) => [stage.name, new Set(stage.recorded)]));
-  return h("div", null, h("h2", { id: "steps" }, "Steps"), h("p.muted.small", null, "Darker is a higher reward. Open one to see its groups."),
+  return h("div", null, h("h2", { id: "steps" }, "Steps"), h("p.muted.small", null, "Darker steps have a higher reward. Click a step to see its groups."),
     joined.spans.map((span) => h("div.strip", null, h("span.strip-name", null, span.name), h("span.cells", null, joined.at.flatMap(([stage, step], i) => {
       if (stage !== span.name) return [];
       const label = `${stage} step ${step}: reward ${percent(rewards[i])}`;
       const style = { "--v": rewards[i] ?? 0 };
-      return [has.get(stage)?.has(step) ? h("a.cell", { href: at.step(run, stage, step), title: label, "aria-label": label, style }) : h("span.cell.off", { title: `${label} (no rollouts on record)`, style })];
+      return [has.get(stage)?.has(step) ? h("a.cell", { href: at.step(run, stage, step), title: label, "aria-label": label, style }) : h("span.cell.off", { title: `${label} (no rollouts recorded)`, style })];
     })))));
 }
 

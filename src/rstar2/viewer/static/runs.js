@@ -1,4 +1,4 @@
-// All runs that were opened: what each came to, and their curves over each other.
+// All opened runs: their results, and their curves compared.
 
 import { h } from "/static/dom.js";
 import { at, get } from "/static/api.js";
@@ -7,12 +7,12 @@ import { figure, spark } from "/static/chart.js";
 import { status } from "/static/parts.js";
 
 const COMPARED = [
-  ["reward", "Reward", "Share of right answers among the rollouts drawn.", percent, [0, 1]],
-  ["failing_calls_in_correct", "Failing calls in correct rollouts", "How clean success is.", percent, [0, 0.1]],
+  ["reward", "Reward", "Share of correct answers among all rollouts of a step.", percent, [0, 1]],
+  ["failing_calls_in_correct", "Tool-error rate in correct rollouts", "Failed tool calls as a share of all tool calls.", percent, [0, 0.1]],
   ["response_length", "Response length", "Tokens, tool output included.", number, null],
-  ["entropy", "Entropy", "Per sampled token.", number, null],
+  ["entropy", "Entropy", "Mean per sampled token, in nats.", number, null],
   ["truncated", "Truncated", "Rollouts cut at the length limit.", percent, [0, 0.1]],
-  ["time/step", "Seconds a step", "", number, null],
+  ["time/step", "Seconds per step", "", number, null],
 ];
 
 export async function load(_, query, context) {
@@ -31,17 +31,17 @@ function view(heads, curves) {
   return [
     h("h1", null, heads.length === 1 ? "One run" : `${heads.length} runs`),
     h("div.scroll", null, h("table.runs", null,
-      h("thead", null, h("tr", null, ["run", "", "recipe", "seed", "RL steps", "reward", "", "accuracy, first → last", "failing calls in correct", "length", "work", "last step"].map((t) => h(t === "recipe" ? "th.left" : "th", null, t)))),
+      h("thead", null, h("tr", null, ["run", "", "recipe", "seed", "RL steps", "reward", "", "accuracy, first → last", "tool-error rate in correct", "length", "time", "last step"].map((t) => h(t === "recipe" ? "th.left" : "th", null, t)))),
       h("tbody", null, heads.map((r) => row(r, curves.get(r.name)))))),
     ...heads.filter((r) => r.trouble).map((r) => h("p.notice.bad", { role: "alert" }, h("b", null, r.name), `: ${r.trouble}`)),
-    h("h2", null, "Compared"),
+    h("h2", null, "Comparison"),
     h("div.grid2", null, COMPARED.map(([metric, title, note, format, range]) => figure(heads.filter((r) => curves.has(r.name)).map((r, i) => line(r, curves.get(r.name), metric, i)), { title, note, format, range, xName: "RL step" }))),
     compared(heads),
   ];
 }
 
 function row(r, curve) {
-  if (r.trouble) return h("tr", { tabindex: "0" }, h("th", null, r.name), h("td", null, status(r.status)), h("td.left", { colspan: "10" }, "written in another format: see below"));
+  if (r.trouble) return h("tr", { tabindex: "0" }, h("th", null, r.name), h("td", null, status(r.status)), h("td.left", { colspan: "10" }, "written in another format (see below)"));
   const ends = ["sampled", "greedy"].map((mode) => r.evaluations.filter((e) => e.mode === mode)).find((e) => e.length) || [];
   const first = ends[0], last = ends.at(-1);
   const href = at.run(r.name);
@@ -70,7 +70,7 @@ function compared(heads) {
   const rows = heads.filter((r) => !r.trouble).flatMap((r) => r.evaluations.map((e) => [r, e]));
   if (!rows.length) return null;
   return h("div", null, h("h2", null, "Evaluations"), h("div.scroll", null, h("table", null,
-    h("thead", null, h("tr", null, ["run", "after", "mode", "accuracy", "95% interval", "failing calls in correct", "tool errors", "mean length", "truncated"].map((t) => h("th", null, t)))),
+    h("thead", null, h("tr", null, ["run", "after", "mode", "accuracy", "95% interval", "tool-error rate in correct rollouts", "tool-error rate in all", "mean length", "truncated"].map((t) => h("th", null, t)))),
     h("tbody", null, rows.map(([r, e]) => h("tr", null, h("th", null, r.name), h("td", null, e.stage), h("td", null, e.mode), h("td", null, h("b", null, percent(e.accuracy.mean))),
       h("td.muted", null, `${percent(e.accuracy.low)} – ${percent(e.accuracy.high)}`), h("td", null, percent(e.failing_calls_in_correct)), h("td", null, percent(e.tool_errors)), h("td", null, whole(e.mean_length)), h("td", null, percent(e.truncated))))))));
 }

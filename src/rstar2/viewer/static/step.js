@@ -18,14 +18,14 @@ export async function load({ run, stage, step }, query, context) {
     h("div.headline", null, h("h1", null, stage, training && h("span.muted", null, ` step ${step}`)), turner(previous, following, "step")),
     data.total > 0 && tabs([["groups", `Groups (${data.total})`, at.step(run, stage, step)], ["timeline", "Timeline", at.timeline(run, stage, step)]], "groups"),
     figures(data.metrics),
-    data.total === 0 ? h("p.muted", null, "No rollouts of this step are on record.") : [
+    data.total === 0 ? h("p.muted", null, "No rollouts of this step are recorded.") : [
       h("div.row", null, legendOfDots(), h("label.sort", null, "order ", h("select", { id: "sort", onchange: (e) => context.go(at.step(run, stage, step, { sort: e.target.value, start: start || "" })) },
-        [["drawn", "as drawn"], ["hard", "hardest first"], ["easy", "easiest first"], ["failing", "most failing calls"], ["unused", "not used first"]].map(([v, t]) => h("option", { value: v, selected: v === order }, t))))),
+        [["drawn", "as recorded"], ["hard", "hardest first"], ["easy", "easiest first"], ["failing", "most tool errors"], ["unused", "not used first"]].map(([v, t]) => h("option", { value: v, selected: v === order }, t))))),
       h("ol.groups", null, sorted(data.groups, order).map((group) => row(run, group, training))),
       pages(run, stage, step, data, order),
     ]);
   return { title: `${stage} ${step}`, node, crumbs: crumbsOf(run, [training ? `${stage} ${step}` : stage, null]), up: at.run(run), previous, following,
-    async update() {  // a running run adds steps, and may do this one again
+    async update() {  // a running run adds steps, and may repeat this one
       const again = await load({ run, stage, step }, query, context);
       if (again.total === this.total && again.following === this.following) return;
       Object.assign(this, { total: again.total, previous: again.previous, following: again.following });
@@ -41,11 +41,11 @@ function sorted(groups, order) {
 }
 
 function figures(metrics) {
-  const found = SHOWN.filter(([name]) => metrics[name] !== undefined && metrics[name] !== null);
-  if (!found.length) return null;
+  const known = SHOWN.filter(([name]) => metrics[name] !== undefined && metrics[name] !== null);
+  if (!known.length) return null;
   const all = Object.entries(metrics);
-  return h("div", null, h("div.figures", null, found.map(([name, format]) => h("span.figure", null, h("b", null, format(metrics[name])), h("small", null, words(name))))),
-    h("details.small", null, h("summary.muted", null, `all ${all.length} figures`), h("div.columns", null, all.map(([k, v]) => h("div.kv", null, h("span.muted", null, k), h("span", null, number(v)))))));
+  return h("div", null, h("div.figures", null, known.map(([name, format]) => h("span.figure", null, h("b", null, format(metrics[name])), h("small", null, words(name))))),
+    h("details.small", null, h("summary.muted", null, `all ${all.length} metrics`), h("div.columns", null, all.map(([k, v]) => h("div.kv", null, h("span.muted", null, k), h("span", null, number(v)))))));
 }
 
 function row(run, group, training) {

@@ -1,4 +1,4 @@
-// Who waited for what: one line per rollout, grouped by engine, over the seconds of a step.
+// The timeline of a step: one line per rollout, grouped by engine.
 
 import { h, hideTip, showTip } from "/static/dom.js";
 import { at, get } from "/static/api.js";
@@ -15,8 +15,8 @@ export async function load({ run, stage, step }, query, context) {
     h("div.headline", null, h("h1", null, stage, h("span.muted", null, ` step ${step}`))),
     tabs([["groups", "Groups", at.step(run, stage, step)], ["timeline", "Timeline", at.timeline(run, stage, step)]], "timeline"),
     h("div.row", null, h("p.legend", null, data.states.map((state) => h("span", null, h("i.key", { style: { background: data.colours[data.states.indexOf(state)] } }), `${state} ${percent(view.shares.get(state) || 0)}`))),
-      h("span.downloads", null, ["trace", "picture"].map((what) => h("a.button", { href: `/api/${what}/${encodeURIComponent(run)}?stage=${encodeURIComponent(stage)}&step=${step}`, download: "", title: what === "trace" ? "opens in ui.perfetto.dev and chrome://tracing" : "the same as a file" }, { trace: "Chrome trace", picture: "SVG" }[what])))),
-    h("p.muted.small", null, `${plural(data.trajectories.length, "rollout")} on ${plural(data.engines.length, "engine")} in ${seconds(data.end / 1000)}. Above, how many were in which state; below, one line each: wheel or pinch to zoom, drag to move, click to open.`),
+      h("span.downloads", null, ["trace", "picture"].map((what) => h("a.button", { href: `/api/${what}/${encodeURIComponent(run)}?stage=${encodeURIComponent(stage)}&step=${step}`, download: "", title: what === "trace" ? "opens in ui.perfetto.dev and chrome://tracing" : "download as an SVG file" }, { trace: "Chrome trace", picture: "SVG" }[what])))),
+    h("p.muted.small", null, `${plural(data.trajectories.length, "rollout")} on ${plural(data.engines.length, "engine")} in ${seconds(data.end / 1000)}. The upper part shows the number of rollouts in each state, the lower part one line per rollout. Scroll to zoom, drag to move, click to open.`),
     view.node);
   return { title: `timeline ${label}`, node, crumbs: crumbsOf(run, [label, at.step(run, stage, step)], ["timeline", null]), up: at.step(run, stage, step), ready: view.draw, close: view.close };
 }
@@ -70,7 +70,7 @@ function build(run, data, context) {
     const span = hit(event);
     if (!span) { hideTip(); return; }
     const [engine, who, state, a, b] = span, reward = data.rewards[who];
-    showTip([data.trajectories[who], ["state", data.states[state], data.colours[state]], ["for", seconds((b - a) / 1000)], ["at", seconds(a / 1000)], ["engine", data.engines[engine]], ["verdict", reward === null ? "not graded" : reward > 0.5 ? "right" : "wrong"]], event.clientX, event.clientY);
+    showTip([data.trajectories[who], ["state", data.states[state], data.colours[state]], ["duration", seconds((b - a) / 1000)], ["start", seconds(a / 1000)], ["engine", data.engines[engine]], ["verdict", reward === null ? "not graded" : reward > 0.5 ? "correct" : "wrong"]], event.clientX, event.clientY);
   });
   const pan = (a, b) => { const size = b - a; if (a < 0) { a = 0; b = size; } if (b > data.end) { b = data.end; a = Math.max(0, b - size); } from = a; to = Math.max(a + 1, b); draw(); };
   const zoom = (factor, x) => { const size = Math.max(5, Math.min(data.end, (to - from) * factor)), mid = from + x * (to - from); pan(mid - x * size, mid + (1 - x) * size); };
@@ -87,7 +87,7 @@ function build(run, data, context) {
   return { node: frame, draw, shares, close() { removeEventListener("resize", again); removeEventListener("themechange", again); } };
 }
 
-/** Where each rollout's line is: below its engine, in the order in which they began there. */
+/** The position of each rollout's line: below its engine, in order of start. */
 function layout(data) {
   const starts = new Map(), busy = data.engines.map(() => []);
   const generating = data.states.indexOf("generating");

@@ -1,17 +1,17 @@
-// Token by token: colour says mask, logprob, ratio, mismatch, entropy, weight version or class.
+// Token by token: coloured by mask, logprob, ratio, mismatch, entropy, weight version or class.
 
 import { h, hideTip, showTip, visible } from "/static/dom.js";
 import { at } from "/static/api.js";
 import { number, percent, words } from "/static/format.js";
 
 const MODES = [
-  ["mask", "Mask", "What the model sampled, what it read from a tool, and the prompt. Only sampled tokens are trained."],
-  ["logprob", "Logprob", "How surprising each sampled token was to the policy that sampled it."],
-  ["entropy", "Entropy", "How open the choice was. Underlined: the 20% of this rollout with the highest entropy."],
-  ["ratio", "Ratio", "Policy when trained / when the batch began, token by token: what clipping bounds."],
-  ["mismatch", "Mismatch", "Learner / engine on the same weights: 1 where both compute the same."],
-  ["version", "Version", "Which weights sampled each token."],
-  ["class", "Class", "What each token was sampled for: reasoning, reflection on a tool response, code, answer, format."],
+  ["mask", "Mask", "Prompt, sampled tokens and tool responses. Only sampled tokens are trained."],
+  ["logprob", "Logprob", "Log probability of each token under the policy that sampled it."],
+  ["entropy", "Entropy", "Entropy of the distribution that each token was sampled from. The top 20% of this rollout are underlined."],
+  ["ratio", "Ratio", "Probability when the token was trained / when the batch began. Clipping bounds this ratio."],
+  ["mismatch", "Mismatch", "Probability by the learner / by the engine with the same weights; 1 if both agree."],
+  ["version", "Version", "Version of the weights that sampled each token."],
+  ["class", "Class", "Class of each token: reasoning, reflection on a tool response, code, answer, format."],
 ];
 const CLASSES = ["reasoning", "after_ok", "after_error", "code", "answer", "format"];
 const PAGE = 4000;
@@ -59,7 +59,7 @@ export function tokenView(data, tokens, query, context) {
   const set = (name) => { if (!able.has(name)) return; mode = name; context.note({ color: name }); paint(); };
   const rows = (i) => {
     const source = tokens.source[i];
-    const out = [`token ${i} · id ${tokens.ids[i]}`, ["text", JSON.stringify(visible(tokens.pieces[i]))], ["from", { p: "prompt", s: "sampled", t: "tool response" }[source]]];
+    const out = [`token ${i} · id ${tokens.ids[i]}`, ["text", JSON.stringify(visible(tokens.pieces[i]))], ["source", { p: "prompt", s: "sampled", t: "tool response" }[source]]];
     if (source === "s") {
       out.push(["turn", String(columns.get("turn")[i] + 1)], ["logprob", number(columns.get("logprob")[i])], ["probability", percent(Math.exp(columns.get("logprob")[i]))]);
       if (columns.has("entropy")) out.push(["entropy", `${number(columns.get("entropy")[i])}${columns.get("top")[i] ? " (top 20%)" : ""}`]);
@@ -84,7 +84,7 @@ export function tokenView(data, tokens, query, context) {
   box.addEventListener("click", (event) => { const i = event.target.dataset?.i; if (i !== undefined) pin(Number(i)); });
   paint();
   return {
-    node: h("div.tokenview", null, buttons, legend, !tokens.decoded && h("p.notice.warn", null, "This run has no tokenizer on record: ids are shown."), box, detail),
+    node: h("div.tokenview", null, buttons, legend, !tokens.decoded && h("p.notice.warn", null, "No tokenizer was recorded for this run: token ids are shown."), box, detail),
     keys(key) { const at_ = Number(key) - 1; if (MODES[at_]) { set(MODES[at_][0]); return true; } return false; },
     ready() { if (query.token !== undefined) { if (Number(query.token) >= shown) { shown = tokens.pieces.length; paint(); } pin(Number(query.token))?.scrollIntoView({ block: "center" }); } },
   };
