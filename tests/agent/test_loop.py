@@ -35,7 +35,7 @@ from tests.agent.agent_fakes import ScriptedGenerator, ScriptedTools
 PROBLEM = Problem("p", "What is 6 times 7?", "42")
 ANSWER = "</reason>\n<answer>\\boxed{42}</answer>"
 SECRET = "boom-at-10.0.0.7"
-"""What our own failures say; no prompt may ever hold it."""
+"""The message of our own failures; no prompt may contain it."""
 MakeTemplate = Callable[..., Template]
 
 

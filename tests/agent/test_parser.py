@@ -1,4 +1,4 @@
-"""Every shape a model can write has one typed outcome; nothing it writes can raise."""
+"""Every form of tool call has one typed outcome; no text can make the parser raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts and continuations against transformers' own rendering, for five tokenizers."""
+"""Prompts and continuations compared with transformers' own rendering, for five tokenizers."""
 
 from __future__ import annotations
 

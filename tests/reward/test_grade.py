@@ -1,4 +1,4 @@
-"""What becomes a reward, what becomes a named failure, and what stays untouched."""
+"""Which trajectories get a reward, which a named failure, and which stay unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rstar2.types import Failure, Problem, StopReason, Trajectory
 
 
 class Pool:
-    """A verifier written by hand: replies as told and remembers what it was asked."""
+    """A scripted verifier that records its requests."""
 
     def __init__(self, reply: Callable[[VerifyRequest], VerifyResult] | Exception) -> None:
         self.reply = reply

@@ -1,4 +1,4 @@
-"""Integers and choices as people write them."""
+"""Integers and choices in their common notations."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""math-verify as we call it: on hand-picked pairs, and on the golds of public problem sets.
+"""`math_equal` on hand-picked pairs and on the golds of public problem sets.
 
-It runs in worker processes, as in production: it may hang, and its import is heavy.
+It runs in worker processes, as in production: it may hang, and its import is slow.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import pytest
 
 from rstar2.reward.grade import as_integer, integer_equal
 from rstar2.reward.math_equal import math_equal
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,10 @@
-"""Grading in the real pool: verdicts, and an answer that would keep the grader busy for ever."""
+"""Grading in a real code environment: verdicts, and an answer whose comparison never ends."""
 
 from __future__ import annotations
 
 import asyncio
+
+import pytest
 
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.config import CodeEnvConfig
@@ -17,6 +19,7 @@ def answered(answer: str) -> Trajectory:
     return Trajectory(answer, "p", "g", 0, (1,), (), StopReason.ANSWERED, answer=answer)
 
 
+@pytest.mark.slow
 async def test_the_pool_grades_and_survives_an_endless_answer() -> None:
     async with await CodeEnvClient.start(CodeEnvConfig(isolation="auto", slots=2)) as pool:
         right, wrong = await asyncio.gather(

@@ -1,4 +1,4 @@
-"""What the life table expects, by hand and against counting."""
+"""The length model, computed by hand and by counting."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_share_of_those_that_got_as_far() -> None:
     assert survival(model, 0, 11) == pytest.approx(1 - 2 / 5)
     assert survival(model, 11, 10) == pytest.approx(1 - 2 / 3)
     assert survival(model, 0, 21) == pytest.approx((1 - 2 / 5) * (1 - 2 / 3))
-    # nothing is known beyond 21: it goes on
+    # nothing is known beyond 21: it continues
     assert survival(model, 21, 1000) == 1.0
 
 

@@ -1,4 +1,4 @@
-"""Rival policies, decision by decision; and what every policy does when an engine is lost."""
+"""The policies for comparison, decision by decision, and every policy when an engine is lost."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_static_split_deals_groups_and_waits_for_the_slowest() -> None:
     made.turn_ended("a/1", 20)
     made.turn_ended("c/0", 20)
     made.end("c/0")
-    assert placed(made) == {}, "the tools of a/1 still work"
+    assert placed(made) == {}, "the tools of a/1 still run"
     ask(made, "a/1", prompt=25)
     assert placed(made) == {"a/0": "e0", "a/1": "e0"}
 
@@ -118,7 +118,7 @@ def test_aimd_cuts_on_preemptions() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_takes_up_the_turns_of_a_lost_engine(policy: str) -> None:
+def test_every_policy_runs_the_turns_of_a_lost_engine_elsewhere(policy: str) -> None:
     made = scheduler(policy, 1000, 1000)
     names = [f"g{i // 2}/{i}" for i in range(8)]
     for name in names:
@@ -132,7 +132,7 @@ def test_every_policy_takes_up_the_turns_of_a_lost_engine(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_no_policy_uses_stale_or_leaving_engines(policy: str) -> None:
+def test_no_policy_uses_stale_or_draining_engines(policy: str) -> None:
     made = scheduler(policy, 1000, 1000, 1000)
     made.require(1)
     made.weights_updated("e1", 1)

@@ -1,4 +1,4 @@
-"""Decisions by hand, and Invariants 3 and 5 under random workloads and engine deaths."""
+"""Hand-computed decisions, and Invariants 3 and 5 under random workloads and engine deaths."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_known_lengths_admit_more_than_the_worst_case() -> None:
 
 
 def test_rollouts_that_peak_at_different_times_share_the_room() -> None:
-    """Forecast: half of the rollouts are gone before the others are long."""
+    """The forecast knows that half of the rollouts end before the others are long."""
     together = taught(scheduler(20_000, policy="reserve", sequences=999), 80)
     mixed = taught(scheduler(20_000, policy="reserve", sequences=999), 5, 80)
     for made in (together, mixed):
@@ -163,7 +163,7 @@ def test_next_turn_of_an_overfull_engine_moves_to_one_with_room() -> None:
     assert [(e.session, e.engine) for e in decision.evictions] == [("g/0", "e0")]
 
 
-def test_idle_reservations_give_way_when_the_engine_would_stand_still() -> None:
+def test_idle_reservations_are_evicted_when_the_engine_would_be_idle() -> None:
     made = scheduler(200)
     for name in ("g/0", "g/1"):
         ask(made, name)
@@ -179,13 +179,13 @@ def test_idle_reservations_give_way_when_the_engine_would_stand_still() -> None:
     assert placed(made) == {"g/1": "e0"}
 
 
-def test_long_tool_waits_give_up_their_reservation_when_somebody_lacks_it() -> None:
+def test_long_tool_waits_lose_their_reservation_when_another_rollout_lacks_it() -> None:
     made = scheduler(200, policy="reserve")  # nothing known: the limit is expected
     for name in ("g/0", "g/1"):
         ask(made, name)
     assert len(placed(made)) == 2
     made.turn_ended("g/0", 30, now=10.0)
-    assert made.decide(100.0).evictions == (), "nobody waits"
+    assert made.decide(100.0).evictions == (), "no turn waits"
     ask(made, "h/0")
     assert made.decide(10.0 + made.config.hold_s - 1).placements == ()
     decision = made.decide(10.0 + made.config.hold_s)
@@ -216,7 +216,7 @@ def test_what_an_engine_reports_to_use_is_not_given_away() -> None:
     assert len(placed(made)) >= 20
 
 
-def test_an_engine_at_rest_uses_nothing_whatever_it_repeats() -> None:
+def test_an_idle_engine_uses_nothing_even_if_it_repeats_its_last_report() -> None:
     made = taught(scheduler(1000, policy="reserve"), 20)
     made.load_reported("e0", EngineLoad(1000, 0, 0, 0, 0))
     for index in range(60):
@@ -231,7 +231,7 @@ def test_prompts_that_reports_show_to_be_shared_are_not_reserved_again() -> None
     alone = len(placed(made))
     for _ in range(30):  # all of them hold 50 tokens, of which 40 are one and the same
         made.load_reported("e0", EngineLoad(40 + 10 * alone, alone, 0, 0, 0))
-    made.turn_ended("g/0", 60)  # the engine has moved on: its forecast is made anew
+    made.turn_ended("g/0", 60)  # the engine has advanced, so its forecast is recomputed
     together = alone + len(placed(made))
     assert together > 1.4 * alone
 
@@ -247,7 +247,7 @@ def test_preempting_engine_gets_nothing_new_until_it_stops() -> None:
     assert placed(made) == {"g/1": "e0"}
 
 
-def test_leaving_engine_ends_its_turns_and_gets_no_others() -> None:
+def test_draining_engine_finishes_its_turns_and_gets_no_others() -> None:
     made = scheduler(200, 200)
     ask(made, "g/0")
     assert placed(made) == {"g/0": "e0"}
@@ -259,7 +259,7 @@ def test_leaving_engine_ends_its_turns_and_gets_no_others() -> None:
     assert made.engine_lost("e0") == ()
 
 
-def test_pulse_tells_how_far_running_turns_are() -> None:
+def test_engine_steps_give_the_length_of_running_turns() -> None:
     made = scheduler(1000)
     ask(made, "g/0")
     ask(made, "g/1")
@@ -408,7 +408,7 @@ class Workload:
         self.ended.append(name)
 
     def kill(self) -> None:
-        """An engine dies; it is back at once, or later with all others gone."""
+        """An engine dies and rejoins at once."""
         name = self.random.choice(self.made.engines)
         handed_back = self.made.engine_lost(name)
         assert sorted(handed_back) == sorted(

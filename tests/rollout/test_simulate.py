@@ -273,7 +273,7 @@ def test_more_engines_than_work_bound_by_the_longest() -> None:
     assert bound.seconds == bound.longest_s > bound.work_s
 
 
-def test_reservation_avoids_the_preemptions_of_its_rivals() -> None:
+def test_reservation_avoids_the_preemptions_of_other_policies() -> None:
     # small engines: 2 x 142K tokens for 160 rollouts of about 5K
     shape = replace(SHAPES["short-fast-heavy"], problems=20, group=8, engines=2, memory_share=0.1)
     workload, before = draw_workload(shape, 0), draw_workload(shape, 1)

@@ -51,7 +51,7 @@ class Watchdog:
                 strikes = 0
                 log.warning("engine %s hangs: no score within %g s", engine.name, self.hang_s)
                 self.on_hang(engine.name)
-                await cut_off(engine)
+                await _abort(engine)
 
     def _busy(self, name: str) -> bool:
         scheduler = self.fleet.scheduler
@@ -69,9 +69,9 @@ class Watchdog:
         return True
 
 
-async def cut_off(engine: Engine) -> None:
-    """End an engine that does not answer; whoever waits for it gets an EngineError now."""
+async def _abort(engine: Engine) -> None:
+    """End an engine that hangs; all requests that wait for it fail with EngineError."""
     try:
         await engine.abort()
     except EngineError as error:
-        log.warning("engine %s did not end in order: %s", engine.name, error)
+        log.warning("engine %s did not end cleanly: %s", engine.name, error)

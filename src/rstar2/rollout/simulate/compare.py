@@ -155,10 +155,10 @@ def check_targets(results: Sequence[PolicyResult]) -> list[TargetCheck]:
     """One per workload that has results of our policy and at least one other."""
     checks = []
     for name, row in _rows(results).items():
-        rivals = [r for r in row.values() if r.policy not in (OURS, "worst_case")]
-        if OURS not in row or not rivals:
+        others = [r for r in row.values() if r.policy not in (OURS, "worst_case")]
+        if OURS not in row or not others:
             continue
-        ours, best = row[OURS], min(rivals, key=lambda r: r.makespan_s)
+        ours, best = row[OURS], min(others, key=lambda r: r.makespan_s)
         static = row.get("static_split")
         checks.append(
             TargetCheck(
@@ -168,7 +168,7 @@ def check_targets(results: Sequence[PolicyResult]) -> list[TargetCheck]:
                 best=best.policy,
                 over_static=static.makespan_s / ours.makespan_s if static else float("inf"),
                 preemptions=ours.preemptions,
-                kv_short=any(r.preemptions for r in rivals),
+                kv_short=any(r.preemptions for r in others),
             )
         )
     return checks
