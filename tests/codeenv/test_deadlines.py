@@ -29,7 +29,7 @@ def test_a_call_is_given_up_from_the_inside_out(limits: Limits) -> None:
     assert_ordered(
         {
             "program's wall limit": wall_s,
-            "worker looks at the limit": wall_s + worker._LOOK_S,
+            "worker checks the limit": wall_s + worker._SCRATCH_CHECK_S,
             "executor kills the worker": wall_s + deadlines.WORKER_GRACE_S,
             "executor gives up the attempt": executor_s,
             "call table": wall_s + deadlines.CALL_TABLE_GRACE_S,

@@ -38,7 +38,7 @@ small outputs fit into the pipe."""
 _SHARED_COUNT = 1024
 """Slack where RLIMIT_NPROC also counts other processes of the same uid; a pids cgroup is exact."""
 _SCRATCH_CHECK_S = 0.03
-"""Interval between two checks of scratch space (portable)."""
+"""Longest interval between two checks of the limits in portable, where scratch is checked."""
 
 
 class Buffer:
