@@ -1,13 +1,13 @@
-"""Trained tokens a second on ragged lengths: our packed learner against a padded transformers loop.
+"""Trained tokens per second on ragged lengths: packed learner against a padded transformers loop.
 
     python benchmarks/learner.py [--quick] [--json] [--seed N] [--threads N]
 
 Same model, samples, loss, AdamW and token budget per micro-batch; tokens counted are real ones
 (prompt, sampled and tool tokens), never padding. Lengths follow the paper's stage 1, scaled: about
-half the limit on average, a tenth of the rollouts at the limit. Two padded loops: rollouts in the
-order they came (the usual), and sorted by length (the best that padding can do). Both losses must
-agree with ours, so the same work is measured. Peak memory is that of a process of its own, above
-what it held before its first step. The last rows show how cost grows with sequence length.
+half the limit on average, a tenth of the rollouts at the limit. Two padded loops: rollouts in
+their original order (the usual way), and sorted by length (the best that padding can do). Both
+losses must agree with ours, so the same work is measured. Peak memory is measured in a separate
+process, above its memory before the first step. The last rows show how cost grows with length.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LOSS_TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Case:
-    """One model shape, and the work it is given."""
+    """One model shape and its workload."""
 
     name: str
     shape: dict[str, Any]
@@ -177,7 +177,7 @@ def make(variant: str, case: Case, path: Path, threads: int) -> Ours | Padded:
 def measure(
     case: Case, path: Path, variants: tuple[str, ...], repetitions: int, args: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """Tokens a second of each variant; the first step of each warms up and checks the loss."""
+    """Tokens per second of each variant; the first step of each warms up and checks the loss."""
     batch = make_batch(case, args.seed)
     tokens = sum(len(s.token_ids) for s in batch.samples)
     made = {name: make(name, case, path, args.threads) for name in variants}
@@ -196,7 +196,7 @@ def measure(
 
 
 def peak_of(variant: str, case: Case, path: Path, seed: int, threads: int, out: Any) -> None:
-    """Memory of two steps above what the process held before them, in MB."""
+    """Memory of two steps in MB, above the memory of the process before them."""
     logging.disable_progress_bar()
     made, batch = make(variant, case, path, threads), make_batch(case, seed)
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
@@ -224,7 +224,10 @@ def peak_memory(variant: str, case: Case, path: Path, args: argparse.Namespace) 
 def main() -> int:
     parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument(
-        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="torch threads of each"
+        "--threads",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="Number of torch threads of each variant.",
     )
     args = parser.parse_args()
     logging.disable_progress_bar()
@@ -236,14 +239,14 @@ def main() -> int:
             whole = not args.quick or case.shape is TINY
             variants = ("ours", "padded", "sorted") if whole else ("ours", "padded")
             repetitions = 5 if not args.quick else 3 if whole else 1
-            found = measure(case, path, variants, repetitions, args)
-            notes["tokens_per_s"][case.name] = {n: spread(v) for n, v in found.items()}
-            ours = median(found["ours"])
+            speeds = measure(case, path, variants, repetitions, args)
+            notes["tokens_per_s"][case.name] = {n: spread(v) for n, v in speeds.items()}
+            ours = median(speeds["ours"])
             rows.append(
-                Row(case.name, ours, median(found["padded"]), case.target, "tok/s", "padded")
+                Row(case.name, ours, median(speeds["padded"]), case.target, "tok/s", "padded")
             )
             if whole:
-                ordered = median(found["sorted"])
+                ordered = median(speeds["sorted"])
                 rows.append(
                     Row(f"{case.name}, sorted", ours, ordered, None, "tok/s", "padded, sorted")
                 )
@@ -253,8 +256,8 @@ def main() -> int:
                 )
         for case in scaling(args.quick):
             path = make_model(case, Path(directory))
-            found = measure(case, path, ("ours", "padded"), 1 if args.quick else 3, args)
-            ours, padded = (median(found[n]) for n in ("ours", "padded"))
+            speeds = measure(case, path, ("ours", "padded"), 1 if args.quick else 3, args)
+            ours, padded = (median(speeds[n]) for n in ("ours", "padded"))
             rows.append(Row(f"scaling: {case.name}", ours, padded, None, "tok/s", "padded"))
     return finish("learner", rows, args, notes)
 

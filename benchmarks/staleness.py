@@ -1,10 +1,10 @@
-"""Staleness 0 and 1 side by side: wall clock per step and learning curve of the same recipe.
+"""Staleness 0 against 1: wall-clock time per step and learning curve of the same recipe.
 
     python benchmarks/staleness.py [--quick] [--json] [--seed N] [--steps N] [--plot FILE.svg]
 
 Both runs start from the same SFT weights and draw with the same seeds. The peer is staleness 0
-(on-policy). On one machine engines and learner share the cores, so what can be gained is what
-either leaves idle; the reward of the last third of the steps says whether anything was lost.
+(on-policy). On one machine engines and learner share the cores, so only idle time can be gained;
+the reward of the last third of the steps shows whether learning got worse.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def plot(curves: dict[int, list[dict[str, Any]]], path: Path) -> None:
     series = [
         Series(
             f"staleness {k}",
-            tuple(float(m["step"]) for m in found),
-            tuple(m["reward"] for m in found),
+            tuple(float(m["step"]) for m in steps),
+            tuple(m["reward"] for m in steps),
             colour=k,
             smooth=5,
         )
-        for k, found in curves.items()
+        for k, steps in curves.items()
     ]
     chart = line_chart(series, title="mean reward", y_range=(0.0, 1.0))
     write_chart(str(chart), [s.name for s in series], path)
@@ -53,8 +53,8 @@ def plot(curves: dict[int, list[dict[str, Any]]], path: Path) -> None:
 def main() -> int:
     parser = arguments(str(__doc__).partition("\n")[0])
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--plot", type=Path, help="write the learning curves to this file")
-    parser.add_argument("--policy", type=Path, help="start from this export of an SFT stage")
+    parser.add_argument("--plot", type=Path, help="Write the learning curves to this file.")
+    parser.add_argument("--policy", type=Path, help="Start from this export of an SFT stage.")
     args = parser.parse_args()
     count = 6 if args.quick else args.steps
     small = ["rl.prompts_per_step=8", "rl.roc.drawn=8", "rl.roc.kept=4"] if args.quick else []
@@ -98,7 +98,7 @@ def main() -> int:
     notes = {
         "steps": count,
         "stale_groups": stale,
-        "curves": {str(k): [round(m["reward"], 4) for m in found] for k, found in curves.items()},
+        "curves": {str(k): [round(m["reward"], 4) for m in steps] for k, steps in curves.items()},
     }
     return finish("staleness", rows, args, notes)
 

@@ -20,7 +20,7 @@ from rstar2.pipeline.progress import QuietView, StageKind
 from rstar2.record import RunDirectory, read_groups, read_metrics
 from tests.e2e.miniature import miniature
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 STAGE = {"name": "only", "max_length": 128, "max_turns": 3, "steps": 3}
 

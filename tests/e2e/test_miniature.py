@@ -12,7 +12,7 @@ from rstar2.pipeline.step_metrics import timeless
 from rstar2.record import is_finished, read_evaluations, read_events, read_groups, read_metrics
 from tests.e2e.driving import drive
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]
 
 WATCHED = """
     reward accuracy/even accuracy/odd tool_errors response_length turns truncated no_answer

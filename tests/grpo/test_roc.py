@@ -187,7 +187,9 @@ class TestDraw:
 
     def test_needs_no_torch(self) -> None:
         code = "import sys, rstar2.grpo; sys.exit('torch' in sys.modules)"
-        assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+        assert (
+            subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0
+        )
 
 
 class TestSelect:

@@ -118,7 +118,7 @@ class TestStore:
 def kill_while_writing(writer: BaseProcess, directory: Path, delay_s: float) -> None:
     """SIGKILL a process that is certainly within a write: it is stopped, looked at, then killed."""
     assert writer.pid is not None
-    ends = time.monotonic() + 60
+    ends = time.monotonic() + 300
     while time.monotonic() < ends:
         if not list(directory.glob(".*.writing")):
             time.sleep(0.0005)
@@ -127,12 +127,13 @@ def kill_while_writing(writer: BaseProcess, directory: Path, delay_s: float) -> 
         os.kill(writer.pid, signal.SIGSTOP)
         if list(directory.glob(".*.writing")):
             writer.kill()
-            writer.join(30)
+            writer.join(120)
             return
         os.kill(writer.pid, signal.SIGCONT)
-    raise AssertionError("no write was met")
+    raise AssertionError("the writer was never seen within a write")
 
 
+@pytest.mark.slow
 def test_kill_during_writes_never_leaves_a_torn_latest(model_dir: Path, tmp_path: Path) -> None:
     """SIGKILL at several moments of a write; each time the latest is whole and loads."""
     directory = tmp_path / "c"

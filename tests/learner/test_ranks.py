@@ -145,7 +145,7 @@ class TestDeaths:
         assert len(pids) == 2
         assert all(_alive(pid) for pid in pids)
         parent.kill()
-        parent.join(30)
+        parent.join(120)
         ends = time.monotonic() + 30
         while any(_alive(pid) for pid in pids) and time.monotonic() < ends:
             time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""What a rollout samples does not depend on what runs beside it: the ground of Invariant 8."""
+"""The tokens of a rollout do not depend on the other rollouts: the basis of Invariant 8."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ async def rollout(fleet: Fleet, index: int) -> list[Generation]:
         prompt,
         Sampling(80 - index % 30, seed=index),
         session=f"g{index // 4}/{index}",
-        deadline_s=60,
+        deadline_s=600,
     )
     await asyncio.sleep(0.01 * (index % 5))
     prompt += [*first.token_ids, 5, 6, 7]
     second = await fleet.generate(
-        prompt, Sampling(40, seed=index + 1), session=f"g{index // 4}/{index}", deadline_s=60
+        prompt, Sampling(40, seed=index + 1), session=f"g{index // 4}/{index}", deadline_s=600
     )
     await fleet.release(f"g{index // 4}/{index}")
     return [first, second]

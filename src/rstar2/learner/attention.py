@@ -1,10 +1,10 @@
 """Attention over ragged sequences without padding: the linear layers of a model run on one packed
-row of tokens, and only here are the sequences told apart.
+row of tokens; only attention separates the sequences.
 
-Sequences of a pack are sorted by length and cut into buckets of like length. A bucket is padded
-on the right to its longest member for the attention call alone: under a causal mask no real
-query sees right padding, so no mask is needed and the fused kernel does the work. What padding
-remains is bounded by `MAX_WASTE`. A dense block-diagonal mask over the pack would cost
+Sequences of a pack are sorted by length and split into buckets of similar length. A bucket is
+padded on the right to its longest member for the attention call alone: under a causal mask no real
+query sees right padding, so no mask is needed and the fused kernel can be used. `MAX_WASTE` bounds
+the remaining padding. A dense block-diagonal mask over the pack would cost
 (sum L)^2 instead of sum L^2.
 
 The function is registered with transformers' AttentionInterface under `NAME`; it finds its
@@ -29,7 +29,7 @@ NAME = "rstar2_ragged"
 MAX_WASTE = 0.15
 """Share of a bucket's attention cost (rows x longest^2) that may be padding."""
 CALL_COST = 64**2
-"""What one more attention call costs, in query-key pairs: very short sequences share a bucket."""
+"""Cost of one more attention call in query-key pairs: very short sequences share a bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """How the tokens of a pack fall into sequences, longest first."""
+    """How the tokens of a pack belong to sequences, longest first."""
 
     buckets: tuple[Bucket, ...]
 

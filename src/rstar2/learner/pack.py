@@ -3,7 +3,7 @@ first (`plan`), tensors after (`make_pack`).
 
 Invariants: every sequence is in exactly one micro-batch of one rank; all ranks run the same number
 of micro-batches, so that collectives always meet (a rank with nothing left runs `empty_pack`); a
-sequence is cut after its last predicted token, as nothing before depends on what follows.
+sequence is cut after its last predicted token, because earlier tokens do not depend on later ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """One sequence as the learner sees it: ids up to the last one predicted, and where to look."""
+    """One sequence: ids up to the last predicted one, and the positions of predicted tokens."""
 
     index: int
     ids: Ids

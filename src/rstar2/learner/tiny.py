@@ -1,8 +1,8 @@
-"""The embedded model: a tokenizer and a small Llama made from nothing but a seed, in seconds.
+"""The embedded model: a tokenizer and a small Llama, made from a seed in seconds.
 
 The tokenizer is a byte-level BPE trained on the embedded task's own text; it is the same for
-every seed, so that runs differ in weights only. Numbers are cut into chunks of up to two digits
-and never joined with what stands around them: copying a number is copying its chunks.
+every seed, so that runs differ in weights only. Numbers are split into chunks of up to two digits
+and never merged with the text around them: copying a number means copying its chunks.
 
 The result is an ordinary transformers directory (config, safetensors, tokenizer, chat template).
 """
