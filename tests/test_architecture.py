@@ -161,3 +161,18 @@ def test_files_and_functions_stay_readable() -> None:
             wrong.append(f"{module} has no docstring that states its role")
         wrong += [f"{module}.{name} is too long" for name in long_functions(tree)]
     assert wrong == []
+
+
+def test_one_name_one_class() -> None:
+    """No two classes share a name; a leading underscore does not count as a difference."""
+    places: dict[str, list[str]] = {}
+    for module, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name.lstrip("_"), []).append(module)
+    shared = {name: where for name, where in places.items() if len(where) > 1}
+    assert {name: shared[name] for name in shared.keys() - STILL_SHARED} == {}
+
+
+STILL_SHARED = {"Choice", "Failed", "Message", "ModelConfig", "Plan"}
+"""Names that more than one class still has. This list only gets shorter."""
