@@ -11,7 +11,7 @@ import pytest
 from rstar2.errors import UserError
 from rstar2.model_config import (
     KNOWN_SHAPES,
-    ModelConfig,
+    DecoderConfig,
     RopeConfig,
     UndescribedModelError,
     find_shape,
@@ -27,7 +27,7 @@ SIZES = {
 }
 
 
-def read(directory: Path, architecture: str, **fields: Any) -> ModelConfig:
+def read(directory: Path, architecture: str, **fields: Any) -> DecoderConfig:
     text = json.dumps({"model_type": architecture, **SIZES, **fields})
     (directory / "config.json").write_text(text)
     return read_model_config(directory)

@@ -68,7 +68,7 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
+class DecoderConfig:
     """What rstar2 needs of a config.json."""
 
     directory: Path
@@ -115,7 +115,7 @@ def find_shape(path: str) -> ModelShape:
     return KNOWN_SHAPES[max(matches, key=len)]
 
 
-def read_model_config(directory: Path) -> ModelConfig:
+def read_model_config(directory: Path) -> DecoderConfig:
     """Read a directory's config.json; UndescribedModelError where sizes are missing."""
     file = directory / CONFIG_FILE
     if not file.is_file():
@@ -127,7 +127,7 @@ def read_model_config(directory: Path) -> ModelConfig:
     except msgspec.MsgspecError as error:
         raise UserError(f"model: {file} cannot be read: {error}") from error
     layer_types = set(fields.get("layer_types") or ())
-    return ModelConfig(
+    return DecoderConfig(
         directory=directory,
         architecture=fields.get("model_type") or "",
         shape=_shape(file, fields),

@@ -13,7 +13,7 @@ from rstar2.agent.loop import LoopEvent, ToolReturned, TurnSampled
 from rstar2.agent.parser import TOOL_NAME
 from rstar2.agent.prompts import INSTRUCTION, SYSTEM
 from rstar2.config import AgentConfig, SamplingConfig, TemplateConfig
-from rstar2.engine.openai import Reply
+from rstar2.engine.openai import ChatReply
 from rstar2.errors import CodeEnvError, EngineError
 from rstar2.types import Finish, Message, Outcome, Problem, StopReason, ToolResult, Trajectory
 from tests.agent.agent_fakes import ScriptedTools
@@ -28,20 +28,20 @@ CALL = "<tool_call>\n{}\n</tool_call>".format(
 class Endpoint:
     """Says its lines in order and remembers what it was shown."""
 
-    def __init__(self, lines: Sequence[Reply | str | Exception]) -> None:
+    def __init__(self, lines: Sequence[ChatReply | str | Exception]) -> None:
         self.lines = list(lines)
         self.seen: list[list[Message]] = []
 
-    async def complete(self, messages: Sequence[Message], **_options: Any) -> Reply:
+    async def complete(self, messages: Sequence[Message], **_options: Any) -> ChatReply:
         self.seen.append(list(messages))
         line = self.lines[len(self.seen) - 1]
         if isinstance(line, Exception):
             raise line
-        return line if isinstance(line, Reply) else Reply(line, Finish.STOP)
+        return line if isinstance(line, ChatReply) else ChatReply(line, Finish.STOP)
 
 
 def talk(
-    lines: Sequence[Reply | str | Exception], tools: ScriptedTools | None = None, turns: int = 5
+    lines: Sequence[ChatReply | str | Exception], tools: ScriptedTools | None = None, turns: int = 5
 ) -> tuple[ChatLoop, Endpoint, list[LoopEvent]]:
     endpoint = Endpoint(lines)
     events: list[LoopEvent] = []
@@ -90,13 +90,13 @@ async def test_call_read_answer() -> None:
     [
         (["nothing"], 5, StopReason.NO_ANSWER),
         ([CALL, CALL], 2, StopReason.MAX_TURNS),
-        ([Reply(CALL, Finish.LENGTH)], 5, StopReason.MAX_LENGTH),
+        ([ChatReply(CALL, Finish.LENGTH)], 5, StopReason.MAX_LENGTH),
         (["<tool_call>"] * 3, 5, StopReason.INVALID_CALLS),
         ([CALL, EngineError("gone")], 5, StopReason.ENGINE_FAILED),
     ],
 )
 async def test_reasons_to_stop(
-    lines: list[Reply | str | Exception], turns: int, stop: StopReason
+    lines: list[ChatReply | str | Exception], turns: int, stop: StopReason
 ) -> None:
     chat_loop, _, _ = talk(lines, turns=turns)
     trajectory = await run(chat_loop)

@@ -12,8 +12,8 @@ import torch
 from rstar2.engine import batcher as batcher_module
 from rstar2.engine.batcher import Batcher
 from rstar2.engine.decoder import read_weights
-from rstar2.engine.requests import Ended, Request
-from rstar2.engine.worker import Settings, build
+from rstar2.engine.sequences import EndedRequest, EngineRequest
+from rstar2.engine.worker import WorkerSettings, build
 from rstar2.errors import UserError
 from rstar2.types import Finish, Sampling
 
@@ -22,7 +22,7 @@ VOCABULARY = 96
 
 def engine(reference: Any, *, kv_tokens: int = 4096, max_sequences: int = 16) -> Batcher:
     return build(
-        Settings(
+        WorkerSettings(
             model=str(reference.path),
             kv_tokens=kv_tokens,
             max_sequences=max_sequences,
@@ -35,9 +35,9 @@ def engine(reference: Any, *, kv_tokens: int = 4096, max_sequences: int = 16) ->
 
 def request(
     id: int, prompt: list[int], session: str = "", *, new: int = 20, **sampling: Any
-) -> Request:
+) -> EngineRequest:
     options = {"max_new_tokens": new, "temperature": 0.0} | sampling
-    return Request(
+    return EngineRequest(
         id=id,
         prompt=np.array(prompt, dtype=np.int64),
         sampling=Sampling(**options),
@@ -46,7 +46,7 @@ def request(
     )
 
 
-def drain(batcher: Batcher) -> dict[int, Ended]:
+def drain(batcher: Batcher) -> dict[int, EndedRequest]:
     ended = {}
     while not batcher.idle:
         ended |= {end.request.id: end for end in batcher.step()}
@@ -347,7 +347,7 @@ def test_score_is_transformers_logprob_of_each_token(
     ],
 )
 def test_requests_that_can_never_be_served_are_refused(
-    llama: Any, bad: Request, message: str
+    llama: Any, bad: EngineRequest, message: str
 ) -> None:
     batcher = engine(llama)
     with pytest.raises(UserError, match=message):

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from rstar2.engine.sampling import Policy, sample, uniforms
+from rstar2.engine.sampling import RowSampling, sample, uniforms
 
 
-def policy(rows: list[tuple[float, float, int]]) -> Policy:
+def policy(rows: list[tuple[float, float, int]]) -> RowSampling:
     temperature, top_p, top_k = zip(*rows, strict=True)
-    return Policy(
+    return RowSampling(
         np.array(temperature, np.float32), np.array(top_p, np.float32), np.array(top_k, np.int64)
     )
 

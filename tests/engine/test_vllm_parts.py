@@ -20,7 +20,7 @@ from rstar2.config.preflight import check_supported
 from rstar2.engine import http
 from rstar2.engine.make import make_engines
 from rstar2.engine.vllm import VllmEngine, _joined, _rest, _sampled_under
-from rstar2.engine.vllm_client import Gauges, VllmClient, read_gauges
+from rstar2.engine.vllm_client import ServerGauges, VllmClient, read_gauges
 from rstar2.engine.vllm_server import ServerSettings, arguments_of, environment_of
 from rstar2.engine.vllm_supervisor import members
 from rstar2.errors import EngineError, RecipeError, UserError
@@ -39,7 +39,7 @@ vllm:cache_config_info{block_size="32",engine="0",num_gpu_blocks="65",sliding="N
 
 def test_metrics_say_what_can_be_used() -> None:
     """Block 0 is vLLM's own: 65 blocks hold 64 blocks of tokens."""
-    assert read_gauges(METRICS) == Gauges(
+    assert read_gauges(METRICS) == ServerGauges(
         blocks=64, block_tokens=32, used_share=0.25, running=3, waiting=2, preemptions=7
     )
 

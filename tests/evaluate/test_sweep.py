@@ -13,7 +13,7 @@ import pytest
 from rstar2.agent.loop import RolloutSpec
 from rstar2.codeenv.protocol import RunRequest, VerifyRequest, VerifyResult
 from rstar2.config import AgentConfig, SamplingConfig, TemplateConfig
-from rstar2.engine.openai import Reply
+from rstar2.engine.openai import ChatReply
 from rstar2.errors import EngineError, InfrastructureError
 from rstar2.evaluate.answerers import EndpointAnswerer, Task
 from rstar2.evaluate.benchmarks import Benchmark
@@ -107,11 +107,13 @@ ANSWER = "<answer>\\boxed{1}</answer>"
 class Chat:
     """An endpoint by script; notes what it was asked."""
 
-    def __init__(self, *replies: Reply | Exception) -> None:
+    def __init__(self, *replies: ChatReply | Exception) -> None:
         self.replies = list(replies)
         self.budgets: list[int] = []
 
-    async def complete(self, messages: Sequence[Message], *, max_tokens: int, **how: Any) -> Reply:
+    async def complete(
+        self, messages: Sequence[Message], *, max_tokens: int, **how: Any
+    ) -> ChatReply:
         self.budgets.append(max_tokens)
         reply = self.replies.pop(0)
         if isinstance(reply, Exception):
@@ -138,8 +140,8 @@ TASK = Task("set", problem("a"), "eval/set/0", 0, 7)
 
 async def test_an_endpoint_shares_one_budget_between_turns() -> None:
     chat = Chat(
-        Reply(CALL, Finish.STOP, prompt_tokens=50, completion_tokens=30),
-        Reply(ANSWER, Finish.STOP, prompt_tokens=95, completion_tokens=10),
+        ChatReply(CALL, Finish.STOP, prompt_tokens=50, completion_tokens=30),
+        ChatReply(ANSWER, Finish.STOP, prompt_tokens=95, completion_tokens=10),
     )
     trajectory, tokens = await endpoint(chat).answer(TASK, LIMITS)
     assert trajectory.correct
@@ -148,7 +150,7 @@ async def test_an_endpoint_shares_one_budget_between_turns() -> None:
 
 
 async def test_an_endpoint_stops_at_its_budget() -> None:
-    chat = Chat(Reply(CALL, Finish.STOP, prompt_tokens=50, completion_tokens=128))
+    chat = Chat(ChatReply(CALL, Finish.STOP, prompt_tokens=50, completion_tokens=128))
     trajectory, tokens = await endpoint(chat).answer(TASK, LIMITS)
     assert trajectory.stop is StopReason.MAX_LENGTH
     assert not trajectory.correct
@@ -156,7 +158,7 @@ async def test_an_endpoint_stops_at_its_budget() -> None:
 
 
 async def test_an_endpoint_that_fails_is_asked_again_and_never_graded_wrong() -> None:
-    chat = Chat(EngineError("gone"), Reply(ANSWER, Finish.STOP))
+    chat = Chat(EngineError("gone"), ChatReply(ANSWER, Finish.STOP))
     trajectory, _ = await endpoint(chat).answer(TASK, LIMITS)
     assert trajectory.correct
     assert trajectory.attempts == 2

@@ -23,7 +23,7 @@ from rstar2.agent.loop import (
 from rstar2.agent.parser import answer_of, parse_turn
 from rstar2.agent.prompts import INSTRUCTION, SYSTEM, TOOL, system_text, tool_text
 from rstar2.config import AgentConfig, SamplingConfig, TemplateConfig
-from rstar2.engine.openai import OnText, Reply
+from rstar2.engine.openai import ChatReply, OnText
 from rstar2.errors import InfrastructureError
 from rstar2.seeds import derive_seed
 from rstar2.types import (
@@ -54,7 +54,7 @@ class ChatModel(Protocol):
         seed: int | None,
         deadline_s: float,
         on_text: OnText | None,
-    ) -> Reply: ...
+    ) -> ChatReply: ...
 
 
 def opening_messages(problem: Problem, config: TemplateConfig) -> list[Message]:
@@ -125,7 +125,7 @@ class ChatLoop:
             wall_s=time.perf_counter() - clock,
         )
 
-    async def _complete(self, seed: int) -> Reply:
+    async def _complete(self, seed: int) -> ChatReply:
         reply = await self.model.complete(
             self.messages,
             max_tokens=self.max_tokens,
@@ -140,7 +140,7 @@ class ChatLoop:
         return reply
 
     def _stop_before_tools(
-        self, index: int, reply: Reply, called: bool, answered: bool
+        self, index: int, reply: ChatReply, called: bool, answered: bool
     ) -> StopReason | None:
         if reply.finish is Finish.LENGTH:
             return StopReason.MAX_LENGTH
@@ -150,7 +150,7 @@ class ChatLoop:
 
     def _append(
         self,
-        reply: Reply,
+        reply: ChatReply,
         calls: tuple[ToolCall, ...],
         results: list[ToolResult],
         *,

@@ -53,7 +53,7 @@ class TakeWeights(msgspec.Struct, frozen=True):
     hold: bool
 
 
-class Failed(msgspec.Struct, frozen=True):
+class EngineFailure(msgspec.Struct, frozen=True):
     """Why a request was not answered."""
 
     error: str
@@ -78,7 +78,7 @@ class EngineApp:
             return
         given = dict(scope["headers"]).get(b"authorization", b"")
         if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
-            await _answer(send, 401, _encode(Failed("user", "no or another token")))
+            await _answer(send, 401, _encode(EngineFailure("user", "no or another token")))
             return
         body = await _body(receive)
         work = asyncio.ensure_future(self._handle(scope["path"], body))
@@ -96,11 +96,11 @@ class EngineApp:
         try:
             return 200, _encode(await self._call(path, body))
         except UserError as error:
-            return 400, _encode(Failed("user", str(error)))
+            return 400, _encode(EngineFailure("user", str(error)))
         except DeadlineError as error:
-            return 504, _encode(Failed("deadline", str(error)))
+            return 504, _encode(EngineFailure("deadline", str(error)))
         except (InfrastructureError, msgspec.MsgspecError) as error:
-            return 503, _encode(Failed("engine", str(error)))
+            return 503, _encode(EngineFailure("engine", str(error)))
 
     async def _call(self, path: str, body: bytes) -> Any:
         engine = self.engine
@@ -211,6 +211,6 @@ class EngineClient:
             ) from error
         if response.status_code == 200:
             return response.content
-        failed = _decode(response.content, type=Failed)
+        failed = _decode(response.content, type=EngineFailure)
         kinds = {"user": UserError, "deadline": DeadlineError}
         raise kinds.get(failed.error, EngineError)(failed.message)

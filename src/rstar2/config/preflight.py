@@ -19,7 +19,7 @@ from rstar2.errors import RecipeError, UserError
 from rstar2.model_config import (
     CONFIG_FILE,
     KNOWN_SHAPES,
-    ModelConfig,
+    DecoderConfig,
     ModelShape,
     UndescribedModelError,
     read_model_config,
@@ -212,7 +212,7 @@ def _cached_snapshot(name: str) -> Path | None:
     return max(configs, key=lambda p: p.stat().st_mtime).parent if configs else None
 
 
-def _size(config: ModelConfig) -> ModelSize:
+def _size(config: DecoderConfig) -> ModelSize:
     """Counts the parameters by the bytes of the weights, or by the shape if there are none."""
     weight_bytes = sum(file.stat().st_size for file in config.directory.glob("*.safetensors"))
     width = 4 if config.dtype == "float32" else 2

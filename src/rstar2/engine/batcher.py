@@ -26,13 +26,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rstar2.engine.decoder import Decoder, DecodeSegment, PrefillSegment, Segment
-from rstar2.engine.probe import score
-from rstar2.engine.requests import Ended, Parked, Request, check
+from rstar2.engine.decoder import Decoder, DecodeSegment, PrefillSegment, Segment, score
 from rstar2.engine.sampling import sample
-from rstar2.engine.sharing import PromptSharing
+from rstar2.engine.sequences import (
+    EndedRequest,
+    EngineRequest,
+    Ids,
+    ParkedPrefix,
+    PromptSharing,
+    Slots,
+    check_request,
+)
 from rstar2.engine.slabs import Blocks, Slab
-from rstar2.engine.slots import Ids, Slots
 from rstar2.errors import UserError
 from rstar2.types import EngineLoad, Finish
 
@@ -54,10 +59,10 @@ class Batcher:
         self.blocks = Blocks(kv_tokens, block_tokens(max_length))
         if self.blocks.total < 1:
             raise UserError(f"kv_tokens: {kv_tokens} is less than a block of {self.blocks.block}")
-        self._waiting: deque[Request] = deque()
-        self._running: dict[int, Request] = {}  # slot -> request, oldest first
+        self._waiting: deque[EngineRequest] = deque()
+        self._running: dict[int, EngineRequest] = {}  # slot -> request, oldest first
         self._filling: dict[int, None] = {}  # slots whose prompt is not yet computed, in order
-        self._parked: OrderedDict[str, Parked] = OrderedDict()
+        self._parked: OrderedDict[str, ParkedPrefix] = OrderedDict()
         self._slabs: dict[int, Slab] = {}
         self._free_slots = list(range(max_sequences - 1, -1, -1))
         device, dtype = decoder.device, decoder.dtype
@@ -71,10 +76,10 @@ class Batcher:
 
     # ------------------------------------------------------------------ requests
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: EngineRequest) -> None:
         """Queue a request, or refuse one that could never be served."""
         room = self.blocks.total * self.blocks.block
-        check(request, self.decoder.shape.vocabulary, self.max_length, room)
+        check_request(request, self.decoder.shape.vocabulary, self.max_length, room)
         self._waiting.append(request)
 
     @torch.inference_mode()
@@ -132,7 +137,7 @@ class Batcher:
     # ------------------------------------------------------------------ one step
 
     @torch.inference_mode()
-    def step(self) -> list[Ended]:
+    def step(self) -> list[EndedRequest]:
         """Admit, compute one token for every running sequence, and let the finished leave."""
         self._make_room_to_decode()
         self._admit()
@@ -148,7 +153,7 @@ class Batcher:
         slots, hidden = self._begin_decoding(plan, hidden)
         return self._sample(slots, hidden) if len(slots) else []
 
-    def _plan(self) -> _Plan | None:
+    def _plan(self) -> _StepPlan | None:
         """Lay out the tokens of this step: all decoding rows, then chunks of prompts."""
         device = self.decoder.device
         slots: list[int] = []
@@ -186,7 +191,7 @@ class Batcher:
                 last.append(first - 1)
         if not segments:
             return None
-        return _Plan(
+        return _StepPlan(
             ids=torch.from_numpy(np.concatenate(ids)).to(device),
             positions=torch.from_numpy(np.concatenate(spots)).to(device),
             segments=segments,
@@ -210,7 +215,7 @@ class Batcher:
             mask=torch.where(hidden, self._masked, self._seen),
         )
 
-    def _begin_decoding(self, plan: _Plan, hidden: torch.Tensor) -> tuple[Ids, torch.Tensor]:
+    def _begin_decoding(self, plan: _StepPlan, hidden: torch.Tensor) -> tuple[Ids, torch.Tensor]:
         """Let complete prompts decode, and those that were waiting for a copy of them.
 
         Returns all slots that sample in this step, with their hidden states.
@@ -239,7 +244,7 @@ class Batcher:
             hidden = torch.cat((hidden, self._prompt_end[copies]))
         return np.concatenate((plan.slots, np.array(copies, dtype=np.int64))), hidden
 
-    def _sample(self, slots: Ids, hidden: torch.Tensor) -> list[Ended]:
+    def _sample(self, slots: Ids, hidden: torch.Tensor) -> list[EndedRequest]:
         """Sample one token for each slot, and return the requests that ended with it."""
         draw = sample(
             self.decoder.logits(hidden), self._slots.policy(slots), self._slots.noise(slots)
@@ -250,10 +255,10 @@ class Batcher:
         for i in np.flatnonzero(complete | broken).tolist():
             request = self._leave(int(slots[i]), park=not broken[i])
             error = "the model's logits are not finite" if broken[i] else None
-            out.append(Ended(request, Finish.STOP if stopped[i] else Finish.LENGTH, error))
+            out.append(EndedRequest(request, Finish.STOP if stopped[i] else Finish.LENGTH, error))
         return out
 
-    def fresh_tokens(self) -> Iterator[tuple[Request, list[int]]]:
+    def fresh_tokens(self) -> Iterator[tuple[EngineRequest, list[int]]]:
         """Tokens sampled since the last call, of running requests that are streamed."""
         for slot, request in self._running.items():
             if not request.stream:
@@ -273,7 +278,7 @@ class Batcher:
             self._unpark(next(iter(self._parked)))
         return self.blocks.free >= needed
 
-    def _unpark(self, session: str) -> Parked | None:
+    def _unpark(self, session: str) -> ParkedPrefix | None:
         """Take a parked prefix out of the cache, if there is one."""
         parked = self._parked.pop(session, None)
         if parked is not None:
@@ -325,7 +330,7 @@ class Batcher:
             self._waiting.popleft()
             self._start(request, size, parked)
 
-    def _start(self, request: Request, size: int, parked: Parked | None) -> None:
+    def _start(self, request: EngineRequest, size: int, parked: ParkedPrefix | None) -> None:
         """Give a request a slot and a row, with what is cached of its tokens."""
         slot = self._free_slots.pop()
         tokens = np.concatenate((request.prompt, np.array(request.tokens, dtype=np.int64)))
@@ -350,7 +355,7 @@ class Batcher:
             request.preempted_s += time.monotonic() - request.preempted_at
             request.preempted_at = None
 
-    def _leave(self, slot: int, *, park: bool) -> Request:
+    def _leave(self, slot: int, *, park: bool) -> EngineRequest:
         """Free a slot; its KV is parked for its session, or dropped."""
         request = self._running.pop(slot)
         self._collect(slot, request)
@@ -367,7 +372,7 @@ class Batcher:
             kv = self._row_of(slot, count).clone(memory_format=torch.contiguous_format)
             blocks = self.blocks.for_tokens(count)
             self.blocks.take(blocks)
-            self._parked[request.session] = Parked(
+            self._parked[request.session] = ParkedPrefix(
                 self._slots.tokens[slot, :count].copy(), kv, blocks
             )
         self._moved(slab.remove(row))
@@ -378,7 +383,7 @@ class Batcher:
         """Send a running request back to the head of the queue, with what it has sampled."""
         self._waiting.appendleft(self._leave(slot, park=False))
 
-    def _collect(self, slot: int, request: Request) -> None:
+    def _collect(self, slot: int, request: EngineRequest) -> None:
         """Copy what was sampled in this slot to the request."""
         sampled = slice(int(self._slots.first[slot]), int(self._slots.known[slot]))
         count = sampled.stop - sampled.start
@@ -415,7 +420,7 @@ class Batcher:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _StepPlan:
     """The tokens of one step."""
 
     ids: torch.Tensor

@@ -16,13 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from rstar2.engine.slabs import Slab
 from rstar2.errors import UserError
-from rstar2.model_config import ModelConfig, UndescribedModelError, read_model_config
+from rstar2.model_config import DecoderConfig, UndescribedModelError, read_model_config
 
 KNOWN = ("llama", "qwen2", "qwen3")
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -74,7 +76,7 @@ class PrefillSegment:
 Segment = DecodeSegment | PrefillSegment
 
 
-def read_decoder_config(model: Path) -> ModelConfig:
+def read_decoder_config(model: Path) -> DecoderConfig:
     """The configuration of a transformers directory; UserError where we cannot run the model."""
     try:
         config = read_model_config(model)
@@ -109,7 +111,7 @@ def read_weights(model: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def rotary_table(config: ModelConfig, length: int) -> torch.Tensor:
+def rotary_table(config: DecoderConfig, length: int) -> torch.Tensor:
     """cos + i sin per (position, pair); frequencies other than the default are transformers'."""
     rope, head_dim = config.rope, config.shape.head_dim
     if rope.kind in LENGTH_DEPENDENT_ROPE or rope.rotated_share != 1.0:
@@ -137,7 +139,7 @@ class Decoder:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DecoderConfig,
         state: Mapping[str, torch.Tensor],
         *,
         max_length: int,
@@ -158,7 +160,7 @@ class Decoder:
     def install(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take new weights whole, or raise UserError and keep the old ones."""
         shape = self.shape
-        take = _Taker(state, self.device, self.dtype)
+        take = _StateReader(state, self.device, self.dtype)
         embedding = take("model.embed_tokens.weight", shape.vocabulary, shape.hidden)
         norm = take("model.norm.weight", shape.hidden)
         head = embedding if shape.tied else take("lm_head.weight", shape.vocabulary, shape.hidden)
@@ -167,7 +169,7 @@ class Decoder:
             raise UserError(f"weights: unknown tensors {sorted(take.unused)[:3]}")
         self.embedding, self.norm, self.head, self.layers = embedding, norm, head, layers
 
-    def _layer(self, take: _Taker, at: str) -> LayerWeights:
+    def _layer(self, take: _StateReader, at: str) -> LayerWeights:
         shape = self.shape
 
         def paired(name: str, heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -279,7 +281,36 @@ class Decoder:
         return out[0].transpose(0, 1).reshape(count, heads * head_dim)
 
 
-class _Taker:
+@torch.inference_mode()
+def score(decoder: Decoder, ids: npt.NDArray[np.int64], chunk: int) -> list[float]:
+    """Logprob of each token after the first at temperature 1, `chunk` tokens at a time.
+
+    Runs the forward pass that serves, in a row of its own outside the KV budget.
+    """
+    shape, device = decoder.shape, decoder.device
+    slab = Slab(
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        length=len(ids),
+        head_dim=shape.head_dim,
+        device=device,
+        dtype=decoder.dtype,
+    )
+    row = slab.add(0)
+    tokens = torch.from_numpy(ids).to(device)
+    out: list[float] = []
+    for start in range(0, len(ids) - 1, chunk):
+        end = min(start + chunk, len(ids) - 1)
+        segment = PrefillSegment(slab, 0, row, start, end - start)
+        hidden = decoder.forward(
+            tokens[start:end], torch.arange(start, end, device=device), [segment]
+        )
+        logp = torch.log_softmax(decoder.logits(hidden).float(), dim=-1)
+        out += logp.gather(-1, tokens[start + 1 : end + 1, None]).squeeze(-1).tolist()
+    return out
+
+
+class _StateReader:
     """Hands out tensors of a state dict by name, checking shape and remembering what is left."""
 
     def __init__(

@@ -36,7 +36,7 @@ import msgspec
 from rstar2.child import Child
 from rstar2.engine import wire
 from rstar2.engine.base import WeightTransfer, WeightUpdate
-from rstar2.engine.worker import Settings, Worker
+from rstar2.engine.worker import EngineWorker, WorkerSettings
 from rstar2.errors import DeadlineError, EngineError, UserError
 from rstar2.types import EngineCapacity, EngineLoad, Generation, Sampling
 
@@ -69,7 +69,7 @@ class EmbeddedEngine:
         process: bool = True,
     ) -> None:
         self.name = name
-        self._settings = Settings(
+        self._settings = WorkerSettings(
             model=str(model),
             kv_tokens=kv_tokens,
             max_sequences=max_sequences,
@@ -110,9 +110,9 @@ class EmbeddedEngine:
         except asyncio.CancelledError:
             await self.close()
             raise
-        if not isinstance(first, wire.Ready):
+        if not isinstance(first, wire.WorkerReady):
             await self.close()
-            if isinstance(first, wire.Failed) and first.user:
+            if isinstance(first, wire.RequestFailed) and first.user:
                 raise UserError(first.message)
             raise EngineError(f"{self.name}: the worker ended before it was ready: {first}")
         self._capacity = EngineCapacity(
@@ -145,13 +145,13 @@ class EmbeddedEngine:
         """Deliver what the worker sends until it is gone."""
         while (message := await link.receive()) is not None:
             match message:
-                case wire.Results(results):
+                case wire.GenerationsEnded(results):
                     for result in results:
                         self._resolve(result.id, result)
                 case wire.Tokens(id, tokens):
                     if (stream := self._streams.get(id)) is not None:
                         stream(tokens)
-                case wire.Failed(id, text, user):
+                case wire.RequestFailed(id, text, user):
                     kind = UserError if user else EngineError
                     self._reject(id, kind(f"{self.name}: {text}"))
                 case wire.Load() | wire.Scored() | wire.Updated():
@@ -224,7 +224,7 @@ class EmbeddedEngine:
             call, wire.pack_ids(prompt_ids), sampling, session, on_token is not None
         )
         try:
-            result: wire.Result = await self._call(message, deadline_s, "generation")
+            result: wire.GenerationEnded = await self._call(message, deadline_s, "generation")
         finally:
             self._streams.pop(call, None)
         tokens = tuple(wire.unpack_ids(result.tokens).tolist())
@@ -261,7 +261,7 @@ class EmbeddedEngine:
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprob of each token after the first, at temperature 1, by the weights that serve."""
-        message = wire.Score(next(self._ids), wire.pack_ids(token_ids))
+        message = wire.AskScore(next(self._ids), wire.pack_ids(token_ids))
         reply: wire.Scored = await self._call(message, CONTROL_DEADLINE_S, "score")
         return reply.logprobs
 
@@ -328,7 +328,7 @@ class _Link:
         self.closed = False
 
     @classmethod
-    async def open(cls, settings: Settings, process: bool) -> _Link:
+    async def open(cls, settings: WorkerSettings, process: bool) -> _Link:
         ours, theirs = socket.socketpair()
         mailbox = wire.open_mailbox()
         try:
@@ -345,7 +345,7 @@ class _Link:
     def pid(self) -> int | None:
         return self._body.pid if isinstance(self._body, Child) else None
 
-    def send(self, message: wire.Message) -> None:
+    def send(self, message: wire.WorkerMessage) -> None:
         self._writer.write(wire.frame(message))
 
     async def receive(self) -> wire.FromWorker | None:
@@ -380,7 +380,7 @@ class _Link:
         try:
             if not self.lost:
                 self.lost = True
-                self.send(wire.Stop())
+                self.send(wire.StopWorker())
             self._writer.close()
             with contextlib.suppress(ConnectionError):
                 await self._writer.wait_closed()
@@ -396,7 +396,7 @@ class _Link:
 _Body = Child | threading.Thread
 
 
-def _spawn(settings: Settings, theirs: socket.socket, mailbox: int) -> _Body:
+def _spawn(settings: WorkerSettings, theirs: socket.socket, mailbox: int) -> _Body:
     """Start the worker process. From this thread: the kernel ties its life to the thread's."""
     command = [sys.executable, "-m", "rstar2.engine.worker"]
     command += ["--socket", str(theirs.fileno()), "--mailbox", str(mailbox)]
@@ -413,10 +413,10 @@ def _spawn(settings: Settings, theirs: socket.socket, mailbox: int) -> _Body:
         )
 
 
-def _thread(settings: Settings, theirs: socket.socket, mailbox: int) -> _Body:
+def _thread(settings: WorkerSettings, theirs: socket.socket, mailbox: int) -> _Body:
     def run() -> None:
         with theirs:
-            Worker(theirs, mailbox, settings).run()
+            EngineWorker(theirs, mailbox, settings).run()
 
     thread = threading.Thread(target=run, name="engine-worker", daemon=True)
     thread.start()

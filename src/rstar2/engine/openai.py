@@ -25,7 +25,7 @@ OnText = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ChatReply:
     """One assistant message. Token counts are the server's; 0 where it gave none."""
 
     text: str
@@ -77,7 +77,7 @@ class OpenAIChat:
         seed: int | None = None,
         deadline_s: float,
         on_text: OnText | None = None,
-    ) -> Reply:
+    ) -> ChatReply:
         """Ask for one assistant message; `on_text` is given its pieces as they come."""
         body: dict[str, Any] = {
             "model": self.model,
@@ -98,7 +98,7 @@ class OpenAIChat:
         except httpx.HTTPError as error:
             raise EngineError(f"{self.url}: {type(error).__name__}: {error}") from error
 
-    async def _stream(self, body: Mapping[str, Any], on_text: OnText) -> Reply:
+    async def _stream(self, body: Mapping[str, Any], on_text: OnText) -> ChatReply:
         pieces: list[str] = []
         finish: str | None = None
         usage: Mapping[str, Any] = {}
@@ -114,7 +114,7 @@ class OpenAIChat:
                         on_text(piece)
         if finish is None:
             raise EngineError(f"{self.url}: the stream ended before the message did")
-        return Reply(
+        return ChatReply(
             "".join(pieces),
             Finish.LENGTH if finish == "length" else Finish.STOP,
             int(usage.get("prompt_tokens") or 0),

@@ -41,7 +41,7 @@ def uniforms(
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class RowSampling:
     """How each row of a batch is sampled; arrays are aligned with the rows of the logits."""
 
     temperature: npt.NDArray[np.float32]
@@ -74,7 +74,7 @@ def keep_likely(z: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> to
     return torch.empty_like(z).scatter_(-1, order, ranked)
 
 
-def sample(logits: torch.Tensor, policy: Policy, u: npt.NDArray[np.float64]) -> Draw:
+def sample(logits: torch.Tensor, policy: RowSampling, u: npt.NDArray[np.float64]) -> Draw:
     """Draw one token per row by inverting the cumulative distribution at `u`."""
     device = logits.device
     z = logits.float()

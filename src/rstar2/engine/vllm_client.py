@@ -41,17 +41,17 @@ class _Logprobs(msgspec.Struct):
     content: list[_Logprob] | None = None
 
 
-class _Span(msgspec.Struct):
+class _WeightSpan(msgspec.Struct):
     version: str
     start: int
     end: int
 
 
-class _Choice(msgspec.Struct):
+class _CompletionChoice(msgspec.Struct):
     token_ids: list[int]
     finish_reason: str
     logprobs: _Logprobs | None = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[_WeightSpan] | None = None
 
 
 class _Details(msgspec.Struct):
@@ -63,7 +63,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Generated(msgspec.Struct):
-    choices: list[_Choice]
+    choices: list[_CompletionChoice]
     usage: _Usage | None = None
     prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
 
@@ -81,7 +81,7 @@ class _Paused(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Gauges:
+class ServerGauges:
     """What `/metrics` says of the scheduler and its KV cache."""
 
     blocks: int
@@ -193,13 +193,13 @@ class VllmClient:
             engine=self.name,
         )
 
-    def _logprobs(self, choice: _Choice) -> tuple[float, ...]:
+    def _logprobs(self, choice: _CompletionChoice) -> tuple[float, ...]:
         content = (choice.logprobs.content if choice.logprobs else None) or []
         if [entry.token_id for entry in content] != choice.token_ids:
             raise EngineError(f"{self.name}: logprobs of other tokens than were sampled")
         return tuple(entry.logprob for entry in content)
 
-    def _versions(self, choice: _Choice) -> tuple[VersionSpan, ...]:
+    def _versions(self, choice: _CompletionChoice) -> tuple[VersionSpan, ...]:
         spans = choice.weight_versions or []
         try:
             return tuple((int(span.version), span.end - span.start) for span in spans)
@@ -208,7 +208,7 @@ class VllmClient:
                 f"{self.name}: it serves weights that we did not give it: {error}"
             ) from error
 
-    def _finish(self, choice: _Choice) -> Finish:
+    def _finish(self, choice: _CompletionChoice) -> Finish:
         known = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.CANCELLED}
         if choice.finish_reason not in known:
             raise EngineError(f"{self.name}: generation ended by {choice.finish_reason!r}")
@@ -236,7 +236,7 @@ class VllmClient:
         """Returns if the server and its engine are alive."""
         await self._ask("GET", "/health", deadline_s)
 
-    async def gauges(self, deadline_s: float) -> Gauges:
+    async def gauges(self, deadline_s: float) -> ServerGauges:
         data = await self._ask("GET", "/metrics", deadline_s)
         try:
             return read_gauges(data.decode())
@@ -293,7 +293,7 @@ class VllmClient:
         )
 
 
-def read_gauges(text: str) -> Gauges:
+def read_gauges(text: str) -> ServerGauges:
     """Pick what we need from Prometheus text; KeyError names what is missing."""
     values: dict[str, float] = {}
     labels: dict[str, dict[str, str]] = {}
@@ -301,7 +301,7 @@ def read_gauges(text: str) -> Gauges:
         values[name] = values.get(name, 0.0) + float(value)
         labels[name] = dict(_LABEL.findall(pairs))
     cache = labels["vllm:cache_config_info"]
-    return Gauges(
+    return ServerGauges(
         blocks=int(cache["num_gpu_blocks"]) - 1,
         block_tokens=int(cache["block_size"]),
         used_share=values["vllm:kv_cache_usage_perc"],

@@ -115,7 +115,7 @@ def make_source(dtype: str) -> Any:
 
     wire: torch.dtype = getattr(torch, dtype)
 
-    class StateSource(WeightSource):
+    class StateSource(WeightSource):  # type: ignore[misc, unused-ignore]  # vllm has no types here
         """Each tensor once, in the wire's type, on this process's GPU."""
 
         state: Mapping[str, torch.Tensor] = {}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import tempfile
 from collections.abc import Sequence
 
 import msgspec
@@ -22,14 +21,14 @@ from rstar2.types import EngineLoad, Finish, Sampling, VersionSpan
 HEADER = struct.Struct("<I")
 
 
-class Message(msgspec.Struct, tag=True, frozen=True, array_like=True):
+class WorkerMessage(msgspec.Struct, tag=True, frozen=True, array_like=True):
     """Base of all messages."""
 
 
 # ----------------------------------------------------------------- engine to worker
 
 
-class Submit(Message, frozen=True):
+class Submit(WorkerMessage, frozen=True):
     id: int
     prompt: bytes
     sampling: Sampling
@@ -37,24 +36,24 @@ class Submit(Message, frozen=True):
     stream: bool
 
 
-class Cancel(Message, frozen=True):
+class Cancel(WorkerMessage, frozen=True):
     id: int
 
 
-class Release(Message, frozen=True):
+class Release(WorkerMessage, frozen=True):
     session: str
 
 
-class AskLoad(Message, frozen=True):
+class AskLoad(WorkerMessage, frozen=True):
     id: int
 
 
-class Score(Message, frozen=True):
+class AskScore(WorkerMessage, frozen=True):
     id: int
     tokens: bytes
 
 
-class Update(Message, frozen=True):
+class Update(WorkerMessage, frozen=True):
     """New weights: a safetensors directory, or (path None) a safetensors file in the mailbox."""
 
     id: int
@@ -64,23 +63,23 @@ class Update(Message, frozen=True):
     """Compute nothing but scores until Resume."""
 
 
-class Resume(Message, frozen=True):
+class Resume(WorkerMessage, frozen=True):
     pass
 
 
-class Stop(Message, frozen=True):
+class StopWorker(WorkerMessage, frozen=True):
     pass
 
 
 # ----------------------------------------------------------------- worker to engine
 
 
-class Ready(Message, frozen=True):
+class WorkerReady(WorkerMessage, frozen=True):
     kv_tokens: int
     block_tokens: int
 
 
-class Result(Message, frozen=True):
+class GenerationEnded(WorkerMessage, frozen=True):
     id: int
     tokens: bytes
     logprobs: bytes
@@ -92,32 +91,32 @@ class Result(Message, frozen=True):
     preempted_s: float = 0.0
 
 
-class Results(Message, frozen=True):
+class GenerationsEnded(WorkerMessage, frozen=True):
     """All requests that ended in one step."""
 
-    results: list[Result]
+    results: list[GenerationEnded]
 
 
-class Tokens(Message, frozen=True):
+class Tokens(WorkerMessage, frozen=True):
     id: int
     tokens: list[int]
 
 
-class Load(Message, frozen=True):
+class Load(WorkerMessage, frozen=True):
     id: int
     load: EngineLoad
 
 
-class Scored(Message, frozen=True):
+class Scored(WorkerMessage, frozen=True):
     id: int
     logprobs: list[float]
 
 
-class Updated(Message, frozen=True):
+class Updated(WorkerMessage, frozen=True):
     id: int
 
 
-class Failed(Message, frozen=True):
+class RequestFailed(WorkerMessage, frozen=True):
     """A request failed (id 0: the worker could not start). `user`: the caller's fault."""
 
     id: int
@@ -125,15 +124,15 @@ class Failed(Message, frozen=True):
     user: bool
 
 
-ToWorker = Submit | Cancel | Release | AskLoad | Score | Update | Resume | Stop
-FromWorker = Ready | Results | Tokens | Load | Scored | Updated | Failed
+ToWorker = Submit | Cancel | Release | AskLoad | AskScore | Update | Resume | StopWorker
+FromWorker = WorkerReady | GenerationsEnded | Tokens | Load | Scored | Updated | RequestFailed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 
 
-def frame(message: Message) -> bytes:
+def frame(message: WorkerMessage) -> bytes:
     """One message as it goes over the socket."""
     body = _encoder.encode(message)
     return HEADER.pack(len(body)) + body
@@ -180,8 +179,5 @@ def unpack_floats(data: bytes) -> tuple[float, ...]:
 
 
 def open_mailbox() -> int:
-    """A file descriptor of a file without a name: in memory where the system can."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("rstar2-weights")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+    """A file descriptor of a file in memory that has no name."""
+    return os.memfd_create("rstar2-weights")

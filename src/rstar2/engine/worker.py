@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     import torch
 
     from rstar2.engine.batcher import Batcher
-    from rstar2.engine.requests import Ended
+    from rstar2.engine.sequences import EndedRequest
 
 
-class Settings(msgspec.Struct, frozen=True):
+class WorkerSettings(msgspec.Struct, frozen=True):
     """What a worker is started with."""
 
     model: str
@@ -46,7 +46,7 @@ class Settings(msgspec.Struct, frozen=True):
     threads: int
 
 
-def build(settings: Settings) -> Batcher:
+def build(settings: WorkerSettings) -> Batcher:
     """Read the model and make the engine state; torch is imported here."""
     import torch
 
@@ -74,10 +74,10 @@ def build(settings: Settings) -> Batcher:
     )
 
 
-class Worker:
+class EngineWorker:
     """One engine behind a socket."""
 
-    def __init__(self, sock: socket.socket, mailbox: int, settings: Settings) -> None:
+    def __init__(self, sock: socket.socket, mailbox: int, settings: WorkerSettings) -> None:
         self._sock = sock
         self._mailbox = mailbox
         self._settings = settings
@@ -90,13 +90,13 @@ class Worker:
         try:
             self._batcher = build(self._settings)
         except RstarError as error:
-            self._send(wire.Failed(0, str(error), isinstance(error, UserError)))
+            self._send(wire.RequestFailed(0, str(error), isinstance(error, UserError)))
             return
         reader = threading.Thread(target=self._read, name="engine-reader", daemon=True)
         reader.start()
         blocks = self._batcher.blocks
         try:
-            self._send(wire.Ready(blocks.total * blocks.block, blocks.block))
+            self._send(wire.WorkerReady(blocks.total * blocks.block, blocks.block))
             while self._handle_arrived():
                 self._report(self._batcher.step())
         except (BrokenPipeError, ConnectionResetError):
@@ -114,7 +114,7 @@ class Worker:
                 self._inbox.put(wire.read_for_worker(body))
         self._inbox.put(None)
 
-    def _send(self, message: wire.Message) -> None:
+    def _send(self, message: wire.WorkerMessage) -> None:
         self._sock.sendall(wire.frame(message))
 
     def _handle_arrived(self) -> bool:
@@ -125,7 +125,7 @@ class Worker:
                 message = self._inbox.get(block=self._held or self._batcher.idle)
             except queue.Empty:
                 return True
-            if message is None or isinstance(message, wire.Stop):
+            if message is None or isinstance(message, wire.StopWorker):
                 return False
             self._handle(self._batcher, message)
 
@@ -140,7 +140,7 @@ class Worker:
                     batcher.release(session)
                 case wire.AskLoad(id):
                     self._send(wire.Load(id, batcher.load()))
-                case wire.Score(id, tokens):
+                case wire.AskScore(id, tokens):
                     ids = wire.unpack_ids(tokens).astype(np.int64)
                     self._send(wire.Scored(id, batcher.score(ids)))
                 case wire.Update(id, version, path, hold):
@@ -150,13 +150,15 @@ class Worker:
                 case wire.Resume():
                     self._held = False
         except UserError as error:
-            self._send(wire.Failed(getattr(message, "id", 0), str(error), user=True))
+            if isinstance(message, wire.Release | wire.Resume | wire.StopWorker):
+                raise  # nobody waits for an answer to these
+            self._send(wire.RequestFailed(message.id, str(error), user=True))
 
     def _submit(self, batcher: Batcher, message: wire.Submit) -> None:
-        from rstar2.engine.requests import Request
+        from rstar2.engine.sequences import EngineRequest
 
         batcher.submit(
-            Request(
+            EngineRequest(
                 id=message.id,
                 prompt=wire.unpack_ids(message.prompt).astype(np.int64),
                 sampling=message.sampling,
@@ -176,7 +178,7 @@ class Worker:
         size = os.fstat(self._mailbox).st_size
         return load(os.pread(self._mailbox, size, 0))
 
-    def _report(self, ended: list[Ended]) -> None:
+    def _report(self, ended: list[EndedRequest]) -> None:
         assert self._batcher is not None
         for request, tokens in self._batcher.fresh_tokens():
             self._send(wire.Tokens(request.id, tokens))
@@ -184,10 +186,10 @@ class Worker:
         for end in ended:
             request = end.request
             if end.error is not None:
-                self._send(wire.Failed(request.id, end.error, user=False))
+                self._send(wire.RequestFailed(request.id, end.error, user=False))
                 continue
             results.append(
-                wire.Result(
+                wire.GenerationEnded(
                     id=request.id,
                     tokens=wire.pack_ids(request.tokens),
                     logprobs=wire.pack_floats(request.logprobs),
@@ -200,7 +202,7 @@ class Worker:
                 )
             )
         if results:
-            self._send(wire.Results(results))
+            self._send(wire.GenerationsEnded(results))
 
 
 def main() -> None:
@@ -211,12 +213,12 @@ def main() -> None:
     parser.add_argument("--settings", required=True)
     args = parser.parse_args()
     keep_freed_memory()
-    settings = msgspec.json.decode(args.settings, type=Settings)
+    settings = msgspec.json.decode(args.settings, type=WorkerSettings)
     import torch
 
     torch.set_num_threads(settings.threads)
     with socket.socket(fileno=args.socket) as sock:
-        Worker(sock, args.mailbox, settings).run()
+        EngineWorker(sock, args.mailbox, settings).run()
     # Skips the tear-down of torch and its threads: nothing is left to save.
     sys.stderr.flush()
     os._exit(0)

@@ -18,7 +18,7 @@ from rstar2.agent.loop import RolloutSpec, ToolRunner
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.config import AgentConfig, Recipe, SchedulerConfig, TemplateConfig
 from rstar2.engine.base import Engine
-from rstar2.engine.openai import OnText, Reply
+from rstar2.engine.openai import ChatReply, OnText
 from rstar2.errors import UserError
 from rstar2.reward.grade import Verifier, grade
 from rstar2.rollout.fleet import Fleet
@@ -93,11 +93,11 @@ class MeteredChat:
         seed: int | None,
         deadline_s: float,
         on_text: OnText | None,
-    ) -> Reply:
+    ) -> ChatReply:
         """Generate one turn within the remaining budget."""
         left = self.budget - self.used
         if left <= 0:
-            return Reply("", Finish.LENGTH)
+            return ChatReply("", Finish.LENGTH)
         reply = await self.model.complete(
             messages,
             max_tokens=min(max_tokens, left),

@@ -36,7 +36,7 @@ LOGITS_GB = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class MemoryFit:
     """Memory of one GPU, in GB, by what takes it."""
 
     parts: dict[str, float]
@@ -94,8 +94,8 @@ class Plan:
     shape: ModelShape
     layout: Layout
     assume: Assumptions
-    engine: Fit
-    learner: Fit
+    engine: MemoryFit
+    learner: MemoryFit
     kv_tokens: int
     """Of one engine."""
     stages: tuple[StagePlan, ...]
@@ -173,12 +173,12 @@ def lay_out(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> Layout:
     return Layout(generating // parallel, parallel, cluster.gpus - generating, False)
 
 
-def learner_fit(recipe: Recipe, cluster: Cluster, shape: ModelShape, layout: Layout) -> Fit:
+def learner_fit(recipe: Recipe, cluster: Cluster, shape: ModelShape, layout: Layout) -> MemoryFit:
     """What one rank holds while it learns; a colocated engine sleeps and holds nothing then."""
     tokens = recipe.learner.tokens_per_microbatch
     kept = 1 if recipe.learner.activation_checkpointing else 16
     layer = shape.parameters / shape.layers
-    return Fit(
+    return MemoryFit(
         {
             f"state, {STATE_BYTES} B a parameter / {layout.ranks} ranks": (
                 STATE_BYTES * shape.parameters / layout.ranks / GB
@@ -197,7 +197,7 @@ def learner_fit(recipe: Recipe, cluster: Cluster, shape: ModelShape, layout: Lay
 
 def engine_fit(
     cluster: Cluster, shape: ModelShape, layout: Layout, assume: Assumptions
-) -> tuple[Fit, int]:
+) -> tuple[MemoryFit, int]:
     """What one GPU of an engine holds while it generates, and the tokens its KV cache takes.
 
     Where the learner's state leaves no room, the cache is what there would be without it.
@@ -212,15 +212,15 @@ def engine_fit(
     per_token = 2 * shape.kv_numbers / layout.tensor_parallel
     tokens = max(0, int(room * GB / per_token))
     parts["KV cache"] = max(0.0, room)
-    return Fit(parts, limit), tokens
+    return MemoryFit(parts, limit), tokens
 
 
 def _problems(
     recipe: Recipe,
     cluster: Cluster,
     shape: ModelShape,
-    engine: Fit,
-    learner: Fit,
+    engine: MemoryFit,
+    learner: MemoryFit,
     stages: tuple[StagePlan, ...],
 ) -> list[str]:
     found = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from rstar2.plan.estimate import Fit, Plan
+from rstar2.plan.estimate import MemoryFit, Plan
 from rstar2.plan.workload import Assumptions
 
 
@@ -38,7 +38,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield ""
 
 
-def _parts(fit: Fit) -> str:
+def _parts(fit: MemoryFit) -> str:
     return ", ".join(f"{what} {size:.1f}" for what, size in fit.parts.items())
 
 
