@@ -1,11 +1,11 @@
-"""What all benchmarks share: interleaved repetitions, the table, --quick and --json, exit codes.
+"""Shared by all benchmarks: interleaved repetitions, the table, --quick and --json, exit codes.
 
-    ours, the peer or floor, their ratio and the target, measured in one run
-    --quick   ends within a minute
+    our figure, the baseline (peer), their ratio and the target, measured in one run
+    --quick   finishes within a minute
     --json    {"name", "rows": [{"case", "ours", "peer", "ratio", "target", "ok"}], "ok", ...}
     exit code 1 when a target is missed
 
-Machine, versions and seed are part of the output: a figure without them means nothing.
+The output includes machine, versions and seed: a figure without them means nothing.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison. `target` reads like ">= 5" or "< 10" and is held against `ratio`.
+    """One comparison. `target` reads like ">= 5" or "< 10" and applies to `ratio`.
 
-    Without a peer the target is held against `ours`; without a target the row informs only.
+    Without a peer the target applies to `ours`. Without a target the row is informative only.
     """
 
     case: str
@@ -58,10 +58,10 @@ class Row:
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """A parser with the options that every benchmark takes."""
+    """Return a parser with the options of every benchmark."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="end within a minute")
-    parser.add_argument("--json", action="store_true", help="print JSON on stdout")
+    parser.add_argument("--quick", action="store_true", help="Finish within a minute.")
+    parser.add_argument("--json", action="store_true", help="Print JSON on stdout.")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
@@ -71,7 +71,7 @@ def interleave(
     repetitions: int,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, list[float]]:
-    """Run every measure once per repetition, so that the machine's moods hit all alike."""
+    """Run every measure once per repetition: changes of the machine's speed affect all alike."""
     values: dict[str, list[float]] = {name: [] for name in measures}
     for _ in range(repetitions):
         for name, measure in measures.items():
@@ -86,12 +86,12 @@ def median(values: Sequence[float]) -> float:
 
 
 def spread(values: Sequence[float]) -> str:
-    """How far repetitions lie apart: 412 (390-431)."""
+    """Median and range of the repetitions: 412 (390-431)."""
     return f"{median(values):.3g} ({min(values):.3g}-{max(values):.3g})"
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Describe the machine that the figures come from."""
     names = ("rstar2", "numpy", "sympy", "torch", "uvicorn", "msgspec")
     return {
         "cpu": _cpu(),
@@ -99,7 +99,7 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "load": round(os.getloadavg()[0], 2),
-        "versions": {name: found for name in names if (found := _version(name))},
+        "versions": {name: installed for name in names if (installed := _version(name))},
     }
 
 
@@ -120,7 +120,7 @@ def _version(name: str) -> str | None:
 def finish(
     name: str, rows: Sequence[Row], args: argparse.Namespace, notes: Mapping[str, Any] | None = None
 ) -> int:
-    """Print the table or the JSON; the exit code says whether every target was met."""
+    """Print the table or the JSON; return 0 if every target was met, else 1."""
     ok = all(row.ok is not False for row in rows)
     facts = {"machine": machine(), "seed": args.seed, "quick": args.quick, **(notes or {})}
     if args.json:
@@ -149,7 +149,7 @@ def _number(value: float | None) -> str:
 
 
 def say(text: str) -> None:
-    """Progress, on stderr."""
+    """Print progress on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -164,7 +164,7 @@ _STYLE = (
 
 
 def write_chart(chart: str, names: Sequence[str], path: Path) -> None:
-    """A chart of rstar2.report.svg as a file of its own, with its style and a legend."""
+    """Write a chart of rstar2.report.svg to its own file, with its style and a legend."""
     legend = "".join(
         f'<text x="{52 + 92 * (i % 4)}" y="{11 + 11 * (i // 4)}" class="f{i}">{name}</text>'
         for i, name in enumerate(names)

@@ -1,17 +1,17 @@
-"""Cleaning a million problems: peak memory and rows a second, beside a bare read of the same file.
+"""Cleaning a million problems: peak memory and rows per second, compared with reading the file.
 
     python benchmarks/data.py [--quick] [--json] [--seed N] [--rows N] [--directory DIR]
 
 A file of generated problems in GSM8K's schema (3% near duplicates, 2% exact ones, 1% with eight
-words of an evaluation set, 1% without an integer, 0.1% no JSON) goes through everything that
-`rstar2 data problems` does but asking the code environment (integers do not need it). Each
-measurement is a process of its own; its peak memory is what the system says of it.
+words of an evaluation set, 1% without an integer, 0.1% no JSON) goes through all steps of
+`rstar2 data problems` except those in the code environment (integers do not need it). Each
+measurement runs in its own process; the system reports its peak memory.
 
 - lines: iterate over the file's lines and count them.
 - decode: iterate and decode each line (msgspec), nothing else.
 - ours: read, clean, find duplicates, decontaminate, write problems and dropped rows.
 
-Two sizes are measured, so that the memory per row can be told from the rest of the process.
+Two sizes are measured, to separate the memory per row from that of the process.
 """
 
 from __future__ import annotations
@@ -141,8 +141,10 @@ def generate(path: Path, count: int, seed: int) -> None:
 
 def main() -> int:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--rows", type=int, help=f"{FULL} unless --quick ({QUICK})")
-    parser.add_argument("--directory", type=Path, help="where the files are made")
+    parser.add_argument(
+        "--rows", type=int, help=f"Rows to generate; {FULL}, or {QUICK} with --quick."
+    )
+    parser.add_argument("--directory", type=Path, help="Directory for the generated files.")
     args = parser.parse_args()
     count = args.rows or (QUICK if args.quick else FULL)
     with tempfile.TemporaryDirectory(dir=args.directory) as made:
@@ -152,7 +154,7 @@ def main() -> int:
         measured: dict[int, dict[str, dict[str, Any]]] = {}
         for size in (count // 10, count):
             path = directory / f"{size}.jsonl"
-            say(f"making {size:,} rows")
+            say(f"generating {size:,} rows")
             generate(path, size, args.seed)
             measured[size] = {}
             for name in CASES:

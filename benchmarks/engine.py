@@ -8,9 +8,9 @@ of tokens to generate, and only those count. Repetitions are interleaved; each r
 until 3 s are measured, because a core that has just slept is slow for the first second.
 
 - ours: EmbeddedEngine, all requests at once, through its worker process, logprobs and entropies
-  included. The prefix cache is of no use here (every prompt is new).
-- generate: one left-padded batch, `model.generate`; it runs until the longest is done, without
-  logprobs.
+  included. The prefix cache does not help here (every prompt is new).
+- generate: one left-padded batch, `model.generate`; it runs until the longest sequence ends,
+  without logprobs.
 - continuous batching: transformers' own (what `generate_batch` runs), each request with its own
   length, num_blocks=256, max_batch_tokens=256, no warm-up (faster here than the defaults).
 """
@@ -90,7 +90,7 @@ def make_work(count: int, seed: int, *, quick: bool) -> Work:
 
 
 class Ours:
-    """The embedded engine, driven from an event loop of its own."""
+    """The embedded engine, driven from its own event loop."""
 
     def __init__(self, model: Path, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -199,7 +199,7 @@ def measure(
 
 def main() -> int:
     parser = arguments("the embedded engine against transformers")
-    parser.add_argument("--sequences", default="1,64,256", help="batch sizes to measure")
+    parser.add_argument("--sequences", default="1,64,256", help="Batch sizes to measure.")
     args = parser.parse_args()
     torch.set_num_threads(1)
     transformers_logging.set_verbosity(logging.CRITICAL)
@@ -212,7 +212,7 @@ def main() -> int:
         model.save_pretrained(directory)
         ours = Ours(Path(directory), loop)
         try:
-            measure(ours, model, make_work(2, args.seed, quick=True), 1, 0.1)  # warm everybody up
+            measure(ours, model, make_work(2, args.seed, quick=True), 1, 0.1)  # warm up all engines
             for count in map(int, args.sequences.split(",")):
                 work = make_work(count, args.seed, quick=args.quick)
                 repetitions, at_least_s = (1, 1.0) if args.quick else (3, MEASURED_S)

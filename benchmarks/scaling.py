@@ -1,11 +1,11 @@
-"""What the driver costs as engines and rollouts grow: scheduler, fleet, agent loops, grading.
+"""CPU cost of the driver as engines and rollouts grow: scheduler, fleet, agent loops, grading.
 
     python benchmarks/scaling.py [--quick] [--json] [--seed N] [--plot FILE.svg]
 
-Engines answer by script after a fixed time and tools at once; everything between them is real:
-GroupRunner, run_trajectory, template, parser, Fleet, Scheduler, the integer grader. Every case is a
-process of its own, so that its memory is its own. A rollout has three turns with two tool calls.
-CPU time of that process counts, not the wall clock (which the scripted engines set).
+Scripted engines answer after a fixed time and tools immediately. Everything in between is real:
+GroupRunner, run_trajectory, template, parser, Fleet, Scheduler, the integer grader. Every case runs
+in its own process, so that its memory can be measured. A rollout has three turns with two tool
+calls. CPU time of that process counts, not the wall clock (which the scripted engines set).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SAID = "Let me compute this and check the result with Python. "
 
 
 class ScriptedEngine:
-    """Says the same turns to everybody, each after a fixed time."""
+    """Gives every rollout the same turns, each after a fixed time."""
 
     weight_transfer: WeightTransfer = "memory"
 
@@ -234,7 +234,7 @@ def main() -> int:
         print(json.dumps({name: getattr(case, name) for name in Measured.__dataclass_fields__}))
         return 0
     parser = arguments(str(__doc__).partition("\n")[0])
-    parser.add_argument("--plot", type=Path, help="write the plot to this file")
+    parser.add_argument("--plot", type=Path, help="Write the plot to this file.")
     args = parser.parse_args()
     engine_counts = (1, 16, 256) if args.quick else ENGINES
     rollout_counts = (256, 1024) if args.quick else ROLLOUTS

@@ -47,10 +47,10 @@ def speed(old: list[float], new: list[float], unit: str) -> float:
 
 def main() -> int:
     parser = arguments(__doc__ or "")
-    parser.add_argument("old", type=Path, help="checkout to compare with; it needs its own .venv")
-    parser.add_argument("names", nargs="*", default=list(NAMES), help="benchmarks to run")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each benchmark per checkout")
-    parser.add_argument("--full", action="store_true", help="run the benchmarks without --quick")
+    parser.add_argument("old", type=Path, help="Checkout to compare with (has its own .venv).")
+    parser.add_argument("names", nargs="*", default=list(NAMES), help="Benchmarks to run.")
+    parser.add_argument("--rounds", type=int, default=3, help="Runs per checkout.")
+    parser.add_argument("--full", action="store_true", help="Run without --quick.")
     args = parser.parse_args()
     options = [] if args.full else ["--quick"]
     rows: list[Row] = []

@@ -1,11 +1,11 @@
-"""Are the golds of the public problem sets accepted by our graders, and changed ones refused?
+"""Check that our graders accept the golds of public problem sets and reject changed ones.
 
     python scripts/check_golds.py [DATA_DIRECTORY [SET ...]]
 
 Every gold goes through math-verify in the code environment's pool, as in training, without the
 integer fast path: once as its own answer, once with one digit (or the sign) changed. Prints one
-line per data set and lists what is not as it should be; exit code 1 if fewer than 99% of a set are
-accepted or any changed answer is.
+line per data set and lists the wrong verdicts. The exit code is 1 if fewer than 99% of a set are
+accepted or if any changed answer is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHARE = 0.99
 
 
 def golds(path: Path) -> list[str]:
-    """The published answers; GSM8K's stand after ####."""
+    """The published answers; GSM8K's follow ####."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [str(row["answer"]).rpartition("####")[2].strip() for row in rows]
 

@@ -1,12 +1,12 @@
-"""Prove that an exported checkpoint works with the official harnesses as it is.
+"""Verify that an exported checkpoint works unchanged with the official harnesses.
 
     python scripts/harness_handover.py EXPORT --vllm .venv-vllm/bin/python --harness VENV/bin/python
 
-starts a real vLLM server of the export, with vLLM's hermes parser for tool calls, and asks two
-things of it: a chat completion that comes back with parsed `tool_calls`, and lm-eval's IFEval
-through the same server. Without --rows IFEval gets a few rows of its published schema that are
-written here, so that nothing is fetched. Exit code 0 only if both came to a result. Only the
-standard library is needed by this script itself; the two interpreters are given by path:
+starts a real vLLM server for the export, with vLLM's hermes parser for tool calls, and runs two
+checks: a chat completion must return parsed `tool_calls`, and lm-eval's IFEval must finish on the
+same server. Without --rows IFEval uses a few rows of its published schema that are written here,
+so that nothing is downloaded. The exit code is 0 only if both succeed. The script itself needs
+only the standard library; the two interpreters are given by path:
 
     --vllm     has vllm (on a CPU: scripts/install_vllm.py)
     --harness  has `lm-eval[api,ifeval]`
@@ -51,7 +51,7 @@ METRICS = (
 
 
 def ifeval_rows() -> list[dict[str, Any]]:
-    """Rows in the schema of google/IFEval, of our own making."""
+    """Rows in the schema of google/IFEval, written for this script."""
     made: list[tuple[str, list[str], list[dict[str, Any]]]] = [
         (
             "Describe a lighthouse. Do not use any commas in your answer.",
@@ -100,10 +100,10 @@ def free_port() -> int:
 
 
 def as_trained(export: Path, folder: Path) -> list[str]:
-    """Arguments that make the server ask as the policy was trained, where that is not the default.
+    """Arguments that make the server prompt the policy as in training, if not by default.
 
     A policy that never read tool signatures (recipes with `template.system: none`) is confused by
-    them: it knows its one tool without. Requests still carry `tools`, for the parser.
+    them: it knows its one tool without them. Requests still carry `tools`, for the parser.
     """
     known = json.loads((export / "tokenizer_config.json").read_text())
     settings = known.get("rstar2_template", {})
@@ -120,7 +120,7 @@ def as_trained(export: Path, folder: Path) -> list[str]:
 
 
 def start_server(options: argparse.Namespace, port: int, folder: Path) -> subprocess.Popen[bytes]:
-    """The command that docs/evaluation.md gives, on a free port."""
+    """Run the command of docs/evaluation.md on a free port."""
     log = folder / LOG
     words = [
         *(options.vllm, "-m", "vllm.entrypoints.openai.api_server"),
@@ -143,7 +143,7 @@ def start_server(options: argparse.Namespace, port: int, folder: Path) -> subpro
 
 
 def wait_ready(server: subprocess.Popen[bytes], base: str, deadline_s: float, log: Path) -> None:
-    """Until the server answers, has ended, or time is up."""
+    """Wait until the server answers, has ended, or the deadline has passed."""
     ends = time.monotonic() + deadline_s
     while time.monotonic() < ends:
         if server.poll() is not None:
@@ -186,7 +186,7 @@ def ask(base: str, body: dict[str, Any], deadline_s: float) -> dict[str, Any]:
 
 
 def tool_call(base: str, options: argparse.Namespace) -> dict[str, Any] | None:
-    """The first of some samples that calls the tool, as vLLM parsed it; None if none does."""
+    """Return the first sample that calls the tool, as vLLM parsed it; None if none does."""
     for attempt in range(options.attempts):
         body = {
             "model": MODEL,
@@ -267,17 +267,28 @@ def run_ifeval(base: str, options: argparse.Namespace, folder: Path) -> dict[str
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("export", type=Path, help="an export of a run (a model directory)")
-    parser.add_argument("--vllm", default=sys.executable, help="Python with vllm")
-    parser.add_argument("--harness", default=sys.executable, help="Python with lm-eval")
-    parser.add_argument("--rows", type=Path, help="IFEval rows as JSONL; else a few of our own")
-    parser.add_argument("--out", type=Path, help="keep what was written here")
+    parser.add_argument("export", type=Path, help="An export of a run (a model directory).")
+    parser.add_argument("--vllm", default=sys.executable, help="A Python with vllm.")
+    parser.add_argument("--harness", default=sys.executable, help="A Python with lm-eval.")
+    parser.add_argument(
+        "--rows", type=Path, help="IFEval rows as JSONL; default: a few of our own."
+    )
+    parser.add_argument("--out", type=Path, help="Keep the output files in this directory.")
     parser.add_argument("--max-length", type=int, default=2048)
-    parser.add_argument("--tokens", type=int, default=256, help="longest answer of IFEval")
+    parser.add_argument("--tokens", type=int, default=256, help="Token limit of IFEval answers.")
     parser.add_argument("--question", default="What is 123 times 45?")
-    parser.add_argument("--attempts", type=int, default=16, help="samples until one calls")
-    parser.add_argument("--deadline", type=float, default=1800.0, help="seconds, of each part")
-    parser.add_argument("--vllm-argument", action="append", default=[], help="for the server")
+    parser.add_argument(
+        "--attempts", type=int, default=16, help="Samples to draw until one calls the tool."
+    )
+    parser.add_argument(
+        "--deadline", type=float, default=1800.0, help="Deadline of each part in seconds."
+    )
+    parser.add_argument(
+        "--vllm-argument",
+        action="append",
+        default=[],
+        help="An extra argument for the server (repeatable).",
+    )
     options = parser.parse_args()
     options.export = options.export.absolute()
     return options

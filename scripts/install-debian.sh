@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What the browser tests and scripts/screenshots.py need from Debian: a Chromium. Does nothing where
-# one is installed, so it needs neither apt nor a network there.
+# Install Chromium for the browser tests and scripts/screenshots.py. If a browser is installed, this
+# script does nothing and needs neither apt nor a network.
 set -euo pipefail
 for browser in "${RSTAR2_CHROMIUM:-}" chromium chromium-browser google-chrome; do
   if [ -n "$browser" ] && command -v "$browser" >/dev/null; then

