@@ -9,17 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.attacks.attacker import VARIANTS
 
 ROOT = Path(__file__).resolve().parents[1]
 
-LONGEST_FIRST = ("e2e", "attacks", "viewer", "evaluate", "faults", "codeenv")
+LONGEST_FIRST = ("e2e", "evaluate", "attacks", "learner", "viewer", "faults", "engine", "codeenv")
 """Folders whose tests start first, so that no worker begins a long one when the others finish."""
 
 SPREAD = ("e2e",)
 """Folders whose tests share no fixture but `finished`: each of them may run on any worker."""
+
+SLOW_FIXTURES = {"finished", "trained", "browser", "shared_cell", "installed"}
+"""Fixtures that train a model, start a browser or an attack cell, or build a wheel."""
+
+# Hypothesis's own time limits measure the machine, not the code.
+settings.register_profile(
+    "any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any-machine")
 
 
 def _folder(item: pytest.Item) -> str:
@@ -28,6 +38,10 @@ def _folder(item: pytest.Item) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests with slow fixtures as slow, and let the longest start first."""
+    for item in items:
+        if isinstance(item, pytest.Function) and SLOW_FIXTURES & set(item.fixturenames):
+            item.add_marker(pytest.mark.slow)
     rank = {name: number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: rank.get(_folder(item), len(rank)))
 

@@ -90,9 +90,13 @@ def _absent(what: str) -> None:
     pytest.skip(what)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """The system's Chromium, driven by Playwright."""
+    """The system's Chromium, driven by Playwright.
+
+    Its event loop runs in the main thread until it is closed, so it must not outlive its module:
+    asynchronous tests of other modules could not run.
+    """
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
