@@ -20,22 +20,23 @@ tool calls. The scheduler decides how long the step takes: with too many rollout
 cache overflows (rollouts are preempted and recomputed), with too few the engine idles. This command
 runs the scheduler of real runs on simulated engines and compares its policies:
 
+\b
   reserve         ours: admits what is expected to fit, from lengths learnt in the run
   worst_case      admits what fits if every rollout reaches its limit (the paper's rule)
-  static_split    assigns rollouts in advance; an engine waits for its slowest at every turn
+  static_split    assigns rollouts in advance; an engine waits for its slowest
   round_robin     sends every turn to the next engine
-  least_requests  starts a rollout on the engine with the fewest rollouts; it stays there
-  sticky_hash     starts a rollout on the engine that its name hashes to; it stays there
+  least_requests  starts a rollout on the engine with the fewest; it stays there
+  sticky_hash     starts a rollout where its name hashes to; it stays there
   aimd            caps the rollouts per engine; the cap follows the engine's KV use
 
 Workloads: stage1, stage2 and stage3 are the paper's (512 problems x 32 on 16 engines of 4 MI300X);
 {short,ample}-{slow,fast}-{light,heavy} vary KV, tools and the tail of the lengths. All figures are
 makespan / lower bound, where no schedule can beat the lower bound; docs/scheduler.md derives it.
 
+\b
 Examples:
-
-  rstar2 simulate                                all policies on all workloads (an hour; see --jobs)
-  rstar2 simulate stage2 --scale 0.25            one workload on 4 engines, a quarter of the work
+  rstar2 simulate --jobs 8             all policies, all workloads (about an hour)
+  rstar2 simulate stage2 --scale 0.25  a quarter of one workload, on 4 engines
   rstar2 simulate stage3 --policies reserve,aimd --timeline out/
   rstar2 simulate --trace runs/tiny --stage stage1 --step 3 --engine model.json
 """
@@ -45,7 +46,7 @@ def simulate(
     workloads: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[WORKLOAD]...",
+            metavar="WORKLOAD",
             help="Workloads to simulate; all of them if none is given.",
             show_default=False,
         ),
