@@ -132,7 +132,7 @@ class Running:
             await asyncio.sleep(0.01)
 
     async def kill(self) -> None:
-        """Break every connection and stop listening, without a word."""
+        """Abort every connection and stop listening."""
         assert self._server is not None
         assert self._task is not None
         for listener in self._server.servers:

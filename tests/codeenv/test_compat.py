@@ -1,4 +1,4 @@
-"""The neighbours' APIs: code-judge by its field names, SandboxFusion by its real client."""
+"""The compatible APIs: code-judge by its field names, SandboxFusion by its real client."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-async def gone(pids: list[int], within_s: float = 120.0) -> bool:
+async def all_ended(pids: list[int], within_s: float = 120.0) -> bool:
     end = time.monotonic() + within_s
     while any(alive(pid) for pid in pids):
         if time.monotonic() > end:
@@ -134,7 +134,7 @@ async def test_killed_zygote_is_replaced_and_its_calls_answered(
     os.kill(executor.workers.zygotes["base"].pid, signal.SIGKILL)
     result = await call
     assert (result.outcome, result.stdout, result.attempts) == (Outcome.OK, "ok\n", 2)
-    assert await gone(workers)
+    assert await all_ended(workers)
 
 
 async def test_call_whose_worker_dies_twice_is_infrastructure(
@@ -183,7 +183,7 @@ async def test_call_without_waiters_is_cancelled_and_may_be_asked_again(
     await asyncio.wait([first])
     again = await table.call(RunRequest("c", "print('afresh')"))
     assert again.stdout == "afresh\n"
-    assert await gone([link.pid])
+    assert await all_ended([link.pid])
     assert first.cancelled()
 
 
@@ -217,7 +217,7 @@ async def test_closing_leaves_nothing(level: str) -> None:
     await executor.close()
     with pytest.raises(Refusal, match="shutting down"):
         await endless
-    assert await gone(pids)
+    assert await all_ended(pids)
     assert not directory.exists()
     assert not groups_of(os.getpid())
 
@@ -240,7 +240,7 @@ async def test_killed_service_leaves_no_process_and_no_trace(level: str) -> None
         assert len(pids) >= 3
         process.kill()
         process.wait(120)
-        assert await gone([int(pid) for pid in pids])
+        assert await all_ended([int(pid) for pid in pids])
         probe.sweep_runtime()
         for hierarchy in cgroups.hierarchies():
             cgroups.sweep(hierarchy.parent)

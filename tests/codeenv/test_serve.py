@@ -1,4 +1,4 @@
-"""Starting to serve: what is refused, and what an owned server tells its owner."""
+"""Start of a server: what is refused, and what an owned server reports to its owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP service: routes, refusals, streaming, idempotence, back-pressure, going away."""
+"""The HTTP server: routes, refusals, streaming, idempotence, back-pressure, disconnects."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_a_batch_streams_each_result_as_it_finishes(serve: Any) -> None:
         assert seen == ["quick", "slow"]
 
 
-async def test_a_bad_call_does_not_spoil_its_batch(serve: Any) -> None:
+async def test_a_bad_call_does_not_affect_its_batch(serve: Any) -> None:
     async with serve() as server:
         calls = [
             run("big", "echo 1", limits={"wall_s": 1e6}),
@@ -147,7 +147,7 @@ async def test_what_is_remembered_is_bounded(serve: Any, monkeypatch: pytest.Mon
         assert list(table._finished) == ["3", "4", "5"]
 
 
-async def test_a_result_with_a_foreign_id_is_never_handed_on(serve: Any) -> None:
+async def test_a_result_with_a_foreign_id_is_never_returned(serve: Any) -> None:
     async with serve() as server:
         response = await post(server.url, "/v1/batch", {"calls": [run("a", "swap")]})
         error = json.loads(response.text)["error"]
@@ -200,7 +200,7 @@ async def test_the_deadline_counts_time_in_the_queue(serve: Any) -> None:
         await holding
 
 
-async def test_a_caller_that_goes_away_cancels_its_queued_calls(serve: Any) -> None:
+async def test_a_disconnecting_caller_cancels_its_queued_calls(serve: Any) -> None:
     async with serve(slots=1) as server:
         body = wire.join_batch([json.dumps(run(str(i), "hang")).encode() for i in range(3)])
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -215,7 +215,7 @@ async def test_a_caller_that_goes_away_cancels_its_queued_calls(serve: Any) -> N
         del reader
 
 
-async def test_a_shared_call_survives_one_caller_going_away(serve: Any) -> None:
+async def test_a_shared_call_survives_the_disconnect_of_one_caller(serve: Any) -> None:
     async with serve() as server:
         first = asyncio.create_task(post(server.url, "/v1/run", run("a", "hang")))
         second = asyncio.create_task(post(server.url, "/v1/run", run("a", "hang")))
@@ -246,7 +246,7 @@ async def test_draining_finishes_what_runs_and_refuses_the_rest(serve: Any) -> N
         await draining
 
 
-async def test_aborting_tells_callers_that_the_server_shuts_down(serve: Any) -> None:
+async def test_callers_of_aborted_calls_learn_that_the_server_shuts_down(serve: Any) -> None:
     async with serve() as server:
         single = asyncio.create_task(post(server.url, "/v1/run", run("a", "hang")))
         batch = asyncio.create_task(post(server.url, "/v1/batch", {"calls": [run("b", "hang")]}))
@@ -277,7 +277,7 @@ async def test_an_unknown_session_is_not_found(serve: Any) -> None:
             assert "gone" in answer.json()["error"]["message"]
 
 
-async def test_health_tells_level_limits_and_load(serve: Any) -> None:
+async def test_health_reports_level_limits_and_load(serve: Any) -> None:
     async with serve() as server, httpx.AsyncClient() as http:
         health = (await http.get(server.url + "/health")).json()
         assert health["status"] == "ok"
@@ -298,7 +298,7 @@ async def test_metrics_are_prometheus_text(serve: Any) -> None:
         assert len(families) == len(set(families))
 
 
-async def test_a_token_is_wanted_everywhere_but_for_bare_health(serve: Any) -> None:
+async def test_a_token_is_required_except_for_the_status_in_health(serve: Any) -> None:
     async with serve(token="secret") as server, httpx.AsyncClient() as http:
         assert (await http.get(server.url + "/health")).json() == {"status": "ok"}
         for path in ("/metrics", "/status"):

@@ -23,7 +23,7 @@ FOREVER_S = 1e9
 
 
 class RemoteServer:
-    """The methods of `codeenv.local.LocalServer`, on another node."""
+    """The methods of `codeenv.client.owned.LocalServer`, on another node."""
 
     def __init__(self, config: CodeEnvConfig, node: Node, notify: Any) -> None:
         self.config, self.node = config, node

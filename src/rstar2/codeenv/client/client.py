@@ -219,20 +219,20 @@ class CodeEnvClient:
 
     async def branch_session(self, session: str, branch: str | None = None) -> SessionInfo:
         """A new session with a copy of this one's state, on the same server."""
-        endpoint, life = self._session(session)
-        if endpoint.health.server != life:
+        endpoint, server_id = self._session(session)
+        if endpoint.health.server != server_id:
             raise CodeEnvError(f"session {session!r} was lost with its server")
         body = wire.BranchIn(branch or f"s-{uuid.uuid4().hex}")
         path = f"/v1/sessions/{session}/branch"
         info = await endpoint.json("POST", path, body, SessionInfo, deadlines.SESSION_REQUEST_S)
-        self._sessions[info.id] = (endpoint, life)
+        self._sessions[info.id] = (endpoint, server_id)
         return info
 
     async def close_session(self, session: str) -> None:
         """Close a session; one that expired or was lost with its server is already closed."""
-        endpoint, life = self._session(session)
+        endpoint, server_id = self._session(session)
         del self._sessions[session]
-        if endpoint.healthy and endpoint.health.server == life:
+        if endpoint.healthy and endpoint.health.server == server_id:
             path = f"/v1/sessions/{session}"
             with contextlib.suppress(UserError):
                 await endpoint.json("DELETE", path, None, dict, deadlines.SESSION_REQUEST_S)
