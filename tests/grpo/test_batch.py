@@ -9,7 +9,7 @@ import pytest
 
 from rstar2.config import LossConfig, RocConfig
 from rstar2.errors import InvariantError
-from rstar2.grpo import make_batch, select, split_minibatches, teaches
+from rstar2.grpo import make_batch, resample_groups, select, split_minibatches, teaches
 from rstar2.grpo.batch import repeated_share
 from rstar2.types import Group, Sample, Selection, StopReason
 
@@ -38,6 +38,17 @@ def test_advantages_are_over_the_kept_only(trajectory: MakeTrajectory, group: Ma
     chosen = select(made, RocConfig(variant="none", drawn=8, kept=4), 0)
     samples = make_batch(0, [(made, chosen)], LossConfig()).samples
     assert [s.advantage for s in samples] == pytest.approx([1 / 3**0.5] * 3 + [-(3**0.5)])
+
+
+def test_resampling_a_step_selects_group_by_group(
+    trajectory: MakeTrajectory, group: MakeGroup
+) -> None:
+    config = RocConfig(drawn=8, kept=4)
+    groups = [group([trajectory(i, float(i < n)) for i in range(8)], f"g{n}") for n in (2, 5)]
+    selections = resample_groups(groups, config, seed=3)
+    assert selections == tuple(select(each, config, 3) for each in groups)
+    batch = make_batch(1, zip(groups, selections, strict=True), LossConfig())
+    assert [s.group_id for s in batch.samples] == ["g2"] * 4 + ["g5"] * 4
 
 
 def test_group_that_teaches_nothing_is_left_out(

@@ -133,6 +133,7 @@ class TestDeaths:
             group.sft_loss(ROWS)
         assert not any(_alive(pid) for pid in pids)
 
+    @pytest.mark.slow
     def test_ranks_end_with_their_parent(self, model_dir: Path) -> None:
         context = multiprocessing.get_context("forkserver")
         ours, theirs = context.Pipe(duplex=False)

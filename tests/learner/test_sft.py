@@ -20,6 +20,7 @@ def template_of(model_dir: Path) -> Template:
     return Template(tokenizer, TemplateConfig())
 
 
+@pytest.mark.slow
 def test_held_out_loss_falls(tmp_path: Path) -> None:
     make_tiny(tmp_path / "model", seed=0)
     template = template_of(tmp_path / "model")

@@ -44,6 +44,7 @@ async def rollout(fleet: Fleet, index: int) -> list[Generation]:
     return [first, second]
 
 
+@pytest.mark.slow
 async def test_logprobs_are_equal_to_the_bit_in_any_company(model: Path) -> None:
     engines = [
         EmbeddedEngine(model, kv_tokens=32768, max_sequences=64, max_length=256, name=name)
