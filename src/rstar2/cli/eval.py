@@ -53,68 +53,76 @@ def root() -> None:
 PAPER = EvalOptions(samples=16, temperature=0.6, max_length=30_720, max_turns=30)
 
 
+Model = Annotated[
+    Path | None,
+    typer.Argument(
+        help="A transformers model directory, an rstar2 run directory, or with --rescore the "
+        "directory of an evaluation."
+    ),
+]
+Benchmarks = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Benchmark to score: aime24, aime25, hmmt25, math500, gsm8k, gpqa, arithmetic, "
+        "NAME=FILE or FILE. Repeatable."
+    ),
+]
+Preset = Annotated[
+    str | None,
+    typer.Option(help="Settings to start from: paper, or run (those of the run's own recipe)."),
+]
+Greedy = Annotated[
+    bool, typer.Option("--greedy", help="Draw one answer per problem at temperature 0.")
+]
+Samples = Annotated[int | None, typer.Option("--samples", "-k", min=1, help="Answers per problem.")]
+Temperature = Annotated[float | None, typer.Option(min=0.0, help="Sampling temperature.")]
+TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Nucleus sampling threshold.")]
+MaxLength = Annotated[
+    int | None, typer.Option(min=16, help="Most tokens of prompt and completion.")
+]
+MaxTurns = Annotated[int | None, typer.Option(min=1, help="Most assistant turns.")]
+Count = Annotated[int | None, typer.Option(min=1, help="Use only the first COUNT problems.")]
+Seed = Annotated[int | None, typer.Option(help="Random seed for sampling.")]
+EngineKind = Annotated[str | None, typer.Option(help="Inference engine: embedded or vllm.")]
+Url = Annotated[str | None, typer.Option(help="Score this OpenAI-compatible endpoint.")]
+ServedModel = Annotated[str | None, typer.Option(help="Name of the model at the endpoint.")]
+ApiKey = Annotated[
+    str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key of the endpoint.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override a recipe setting. Repeatable."),
+]
+Concurrency = Annotated[int | None, typer.Option(min=1, help="Rollouts in flight at a time.")]
+Out = Annotated[Path | None, typer.Option(help="Directory of this evaluation.")]
+Rescore = Annotated[
+    bool, typer.Option("--rescore", help="Grade the stored answers again and generate none.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
+
+
 @app.command()
 def run(
-    model: Annotated[
-        Path | None,
-        typer.Argument(
-            help="A transformers model directory, an rstar2 run directory, or with --rescore the "
-            "directory of an evaluation."
-        ),
-    ] = None,
-    on: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Benchmark to score: aime24, aime25, hmmt25, math500, gsm8k, gpqa, arithmetic, "
-            "NAME=FILE or FILE. Repeatable."
-        ),
-    ] = None,
-    preset: Annotated[
-        str | None,
-        typer.Option(help="Settings to start from: paper, or run (those of the run's own recipe)."),
-    ] = None,
-    greedy: Annotated[
-        bool, typer.Option("--greedy", help="Draw one answer per problem at temperature 0.")
-    ] = False,
-    samples: Annotated[
-        int | None, typer.Option("--samples", "-k", min=1, help="Answers per problem.")
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="Sampling temperature.")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Nucleus sampling threshold.")
-    ] = None,
-    max_length: Annotated[
-        int | None, typer.Option(min=16, help="Most tokens of prompt and completion.")
-    ] = None,
-    max_turns: Annotated[int | None, typer.Option(min=1, help="Most assistant turns.")] = None,
-    count: Annotated[
-        int | None, typer.Option(min=1, help="Use only the first COUNT problems.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Random seed for sampling.")] = None,
-    engine: Annotated[str | None, typer.Option(help="Inference engine: embedded or vllm.")] = None,
-    url: Annotated[str | None, typer.Option(help="Score this OpenAI-compatible endpoint.")] = None,
-    served_model: Annotated[
-        str | None, typer.Option(help="Name of the model at the endpoint.")
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key of the endpoint.")
-    ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", "-s", metavar="KEY=VALUE", help="Override a recipe setting. Repeatable."
-        ),
-    ] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Rollouts in flight at a time.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Directory of this evaluation.")] = None,
-    rescore: Annotated[
-        bool, typer.Option("--rescore", help="Grade the stored answers again and generate none.")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    model: Model = None,
+    on: Benchmarks = None,
+    preset: Preset = None,
+    greedy: Greedy = False,
+    samples: Samples = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    max_length: MaxLength = None,
+    max_turns: MaxTurns = None,
+    count: Count = None,
+    seed: Seed = None,
+    engine: EngineKind = None,
+    url: Url = None,
+    served_model: ServedModel = None,
+    api_key: ApiKey = None,
+    set_: Overrides = None,
+    concurrency: Concurrency = None,
+    out: Out = None,
+    rescore: Rescore = False,
+    json: AsJson = False,
 ) -> None:
     """Score a checkpoint, a run or an endpoint. Run the same command again to resume."""
     if (model is None) == (url is None):
