@@ -5,11 +5,11 @@ tokens over HTTP, weights as files in the run directory, gradients over torch.di
 calls to one code environment per node.
 
     driver (rstar2 train): controller, scheduler, agent loops, record
-      ├── EngineHost  x engine.count     an engine behind HTTP           engine_http.py, hosts.py
-      ├── RankHost    x learner.ranks    one FSDP2 rank                  learner.py, hosts.py
-      └── CodeEnvHost x nodes            a code environment              codeenv.py, hosts.py
-    placement.py (pure) decides where, site.py holds it together, nodes.py talks to Ray
+      ├── EngineActor  x engine.count     an engine behind HTTP           engine_http.py, actors.py
+      ├── RankActor    x learner.ranks    one FSDP2 rank                  learner.py, actors.py
+      └── CodeEnvActor x nodes            a code environment              codeenv.py, actors.py
+    placement.py (pure) decides where, ray_cluster.py holds it together, nodes.py talks to Ray
 
-What each failure comes to is drawn in `site.py`. Nothing here is imported without a `cluster:`
+`ray_cluster.py` lists each failure and what follows. Nothing here is imported without a `cluster:`
 section in the recipe.
 """

@@ -11,7 +11,7 @@ import asyncio
 from typing import Any
 
 from rstar2.cluster import nodes
-from rstar2.cluster.hosts import CodeEnvHost
+from rstar2.cluster.actors import CodeEnvActor
 from rstar2.cluster.nodes import NodeError
 from rstar2.cluster.placement import Node, Place
 from rstar2.codeenv import deadlines
@@ -45,7 +45,7 @@ class RemoteServer:
         if self.gone:
             raise CodeEnvError(f"{self.name}: its node has left the cluster")
         self._actor = nodes.make_actor(
-            CodeEnvHost, Place(self.node), 0, self.config, self.node.address
+            CodeEnvActor, Place(self.node), 0, self.config, self.node.address
         )
         try:
             url, self.token, pids = await nodes.answer(
@@ -67,7 +67,7 @@ class RemoteServer:
 
     async def _until_ended(self, actor: Any) -> int:
         try:
-            status = await nodes.answer(actor.ended.remote(), self.name, FOREVER_S)
+            status: int = await nodes.answer(actor.ended.remote(), self.name, FOREVER_S)
         except NodeError:
             status = -1
         if self.running and actor is self._actor:

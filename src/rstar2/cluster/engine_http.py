@@ -14,10 +14,13 @@ import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
 import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from rstar2.engine import wire
 from rstar2.engine.base import Engine, WeightUpdate
@@ -32,12 +35,14 @@ SLACK_S = 5.0
 KEEP_SERVER_S = 600
 """How long a server keeps idle connections; clients give them up long before (`connections`)."""
 
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
+CLIENT_CLOSED = 499
+"""Status of a request whose client hung up; nobody receives it."""
+
+Handler = Callable[[bytes], Awaitable[object]]
 
 
 class Generate(msgspec.Struct, frozen=True):
-    """A turn that is asked for."""
+    """A request for one generation."""
 
     prompt: bytes
     sampling: Sampling
@@ -46,7 +51,7 @@ class Generate(msgspec.Struct, frozen=True):
 
 
 class TakeWeights(msgspec.Struct, frozen=True):
-    """Weights that are to be installed, by the directory they are in."""
+    """A request to install the weights of a directory."""
 
     version: int
     path: str
@@ -54,7 +59,7 @@ class TakeWeights(msgspec.Struct, frozen=True):
 
 
 class EngineFailure(msgspec.Struct, frozen=True):
-    """Why a request was not answered."""
+    """Why a request failed."""
 
     error: str
     message: str
@@ -67,87 +72,90 @@ _decode = msgspec.msgpack.decode
 # --------------------------------------------------------------------------- server
 
 
-class EngineApp:
+class EngineApp(Starlette):
     """An ASGI application over one engine."""
 
     def __init__(self, engine: Engine, token: str) -> None:
-        self.engine, self.token = engine, token
+        self._engine = engine
+        self._authorization = f"Bearer {token}".encode()
+        super().__init__(
+            routes=[
+                self._route("POST", "/generate", self._generate),
+                self._route("POST", "/score", self._score),
+                self._route("POST", "/release", self._release),
+                self._route("POST", "/resume", self._resume),
+                self._route("POST", "/weights", self._weights),
+                self._route("GET", "/load", self._load),
+                self._route("GET", "/capacity", self._capacity),
+            ]
+        )
 
-    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
-            await _answer(send, 401, _encode(EngineFailure("user", "no or another token")))
-            return
-        body = await _body(receive)
-        work = asyncio.ensure_future(self._handle(scope["path"], body))
-        gone = asyncio.ensure_future(_until_gone(receive))
-        try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                await _answer(send, *work.result())
-        finally:
-            work.cancel()
-            gone.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+    def _route(self, method: str, path: str, handler: Handler) -> Route:
+        async def endpoint(request: Request) -> Response:
+            given = request.headers.get("authorization", "").encode()
+            if not hmac.compare_digest(given, self._authorization):
+                return _response(401, EngineFailure("user", "the bearer token is missing or wrong"))
+            work = asyncio.ensure_future(_answer(handler, await request.body()))
+            hang_up = asyncio.ensure_future(_disconnected(request))
+            try:
+                await asyncio.wait({work, hang_up}, return_when=asyncio.FIRST_COMPLETED)
+                return work.result() if work.done() else Response(status_code=CLIENT_CLOSED)
+            finally:
+                work.cancel()
+                hang_up.cancel()
+                await asyncio.gather(work, hang_up, return_exceptions=True)
 
-    async def _handle(self, path: str, body: bytes) -> tuple[int, bytes]:
-        try:
-            return 200, _encode(await self._call(path, body))
-        except UserError as error:
-            return 400, _encode(EngineFailure("user", str(error)))
-        except DeadlineError as error:
-            return 504, _encode(EngineFailure("deadline", str(error)))
-        except (InfrastructureError, msgspec.MsgspecError) as error:
-            return 503, _encode(EngineFailure("engine", str(error)))
+        return Route(path, endpoint, methods=[method])
 
-    async def _call(self, path: str, body: bytes) -> Any:
-        engine = self.engine
-        match path:
-            case "/generate":
-                asked = _decode(body, type=Generate)
-                return await engine.generate(
-                    wire.unpack_ids(asked.prompt).tolist(),
-                    asked.sampling,
-                    session=asked.session,
-                    deadline_s=asked.deadline_s,
-                )
-            case "/score":
-                return await engine.score(wire.unpack_ids(body).tolist())
-            case "/release":
-                return await engine.release(body.decode())
-            case "/load":
-                return await engine.load()
-            case "/capacity":
-                return engine.capacity()
-            case "/resume":
-                return await engine.resume()
-            case "/weights":
-                new = _decode(body, type=TakeWeights)
-                update = WeightUpdate(new.version, path=Path(new.path), hold=new.hold)
-                return await engine.update_weights(update)
-        raise UserError(f"no such path: {path}")
+    async def _generate(self, body: bytes) -> Generation:
+        asked = _decode(body, type=Generate)
+        return await self._engine.generate(
+            wire.unpack_ids(asked.prompt).tolist(),
+            asked.sampling,
+            session=asked.session,
+            deadline_s=asked.deadline_s,
+        )
 
+    async def _score(self, body: bytes) -> list[float]:
+        return await self._engine.score(wire.unpack_ids(body).tolist())
 
-async def _body(receive: Receive) -> bytes:
-    parts = bytearray()
-    while True:
-        message = await receive()
-        parts += message.get("body", b"")
-        if not message.get("more_body"):
-            return bytes(parts)
+    async def _release(self, body: bytes) -> None:
+        await self._engine.release(body.decode())
+
+    async def _resume(self, _: bytes) -> None:
+        await self._engine.resume()
+
+    async def _weights(self, body: bytes) -> None:
+        new = _decode(body, type=TakeWeights)
+        update = WeightUpdate(new.version, path=Path(new.path), hold=new.hold)
+        await self._engine.update_weights(update)
+
+    async def _load(self, _: bytes) -> EngineLoad:
+        return await self._engine.load()
+
+    async def _capacity(self, _: bytes) -> EngineCapacity:
+        return self._engine.capacity()
 
 
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def _answer(handler: Handler, body: bytes) -> Response:
+    try:
+        return _response(200, await handler(body))
+    except UserError as error:
+        return _response(400, EngineFailure("user", str(error)))
+    except DeadlineError as error:
+        return _response(504, EngineFailure("deadline", str(error)))
+    except (InfrastructureError, msgspec.MsgspecError) as error:
+        return _response(503, EngineFailure("engine", str(error)))
 
 
-async def _answer(send: Send, status: int, body: bytes) -> None:
-    headers = [(b"content-type", b"application/msgpack"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _response(status: int, content: object) -> Response:
+    return Response(_encode(content), status, media_type="application/msgpack")
+
+
+async def _disconnected(request: Request) -> None:
+    """Wait until the client hangs up."""
+    while (await request.receive())["type"] != "http.disconnect":
+        continue
 
 
 # --------------------------------------------------------------------------- client

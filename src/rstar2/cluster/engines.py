@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from rstar2.cluster import nodes
+from rstar2.cluster.actors import EngineActor
 from rstar2.cluster.engine_http import CONTROL_DEADLINE_S, EngineClient
-from rstar2.cluster.hosts import EngineHost
 from rstar2.cluster.nodes import NodeError
 from rstar2.cluster.placement import Ledger, Need
 from rstar2.config import Recipe
@@ -31,7 +31,7 @@ STOP_DEADLINE_S = 15.0
 
 
 class RemoteEngine:
-    """`base.Engine` over an EngineHost."""
+    """`base.Engine` over an EngineActor."""
 
     weight_transfer: WeightTransfer = "files"
 
@@ -75,7 +75,7 @@ class RemoteEngine:
         start_s, token = self._recipe.cluster.start_s, secrets.token_hex(16)
         try:
             args = (self.name, self._recipe, self._model, place.gpus)
-            self._actor = nodes.make_actor(EngineHost, place, self._need.cpus, *args)
+            self._actor = nodes.make_actor(EngineActor, place, self._need.cpus, *args)
             starting = self._actor.start.remote(place.node.address, token)
             url, pids = await nodes.answer(starting, f"{self.name} starts", start_s)
             self._client = EngineClient(self.name, url, token)

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from rstar2.cluster import nodes
-from rstar2.cluster.hosts import RankHost
+from rstar2.cluster.actors import RankActor
 from rstar2.cluster.placement import Ledger, rank_need
 from rstar2.config import Recipe
 from rstar2.errors import DeadlineError, RecipeError, UserError
@@ -45,7 +45,7 @@ class RemoteRanks:
                         "fewer, or add nodes"
                     )
                 self._names.append(need.name)
-                self._actors.append(nodes.make_actor(RankHost, place, need.cpus, rank, place.gpus))
+                self._actors.append(nodes.make_actor(RankActor, place, need.cpus, rank, place.gpus))
                 places.append(place)
             first = places[0].node.address
             asked = [self._actors[0].rendezvous.remote(first)]

@@ -40,7 +40,7 @@ from rstar2.types import Problem, WeightVersion
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from rstar2.cluster.site import Site
+    from rstar2.cluster.ray_cluster import RayCluster
     from rstar2.learner.group import LearnerGroup
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Runtime:
         learner: LearnerGroup,
         executor: ThreadPoolExecutor,
         *,
-        site: Site | None = None,
+        site: RayCluster | None = None,
         notify: Notify = lambda event, **facts: None,
     ) -> None:
         self.recipe, self.directory, self.model_dir = recipe, directory, model_dir
@@ -280,14 +280,14 @@ async def open_runtime(
 
 
 @asynccontextmanager
-async def _site(recipe: Recipe, notify: Notify) -> AsyncIterator[Site | None]:
+async def _site(recipe: Recipe, notify: Notify) -> AsyncIterator[RayCluster | None]:
     """The cluster that the recipe asks for, or None for this machine alone."""
     if recipe.cluster is None:
         yield None
         return
-    from rstar2.cluster.site import open_site
+    from rstar2.cluster.ray_cluster import open_ray_cluster
 
-    async with open_site(recipe, notify) as site:
+    async with open_ray_cluster(recipe, notify) as site:
         yield site
 
 
@@ -309,7 +309,7 @@ def find_model(recipe: Recipe, directory: Path) -> Path | str:
 
 
 def load_model(
-    recipe: Recipe, model_dir: Path | str, site: Site | None = None
+    recipe: Recipe, model_dir: Path | str, site: RayCluster | None = None
 ) -> tuple[PreTrainedTokenizerFast, LearnerGroup]:
     """The tokenizer, and a learner with the initial weights."""
     import torch

@@ -12,7 +12,7 @@
                                                                  the next publish missing engines
     driver             Ray ends its actors                       the same command goes on
 
-`Site` keeps no state that a resumed run would need.
+`RayCluster` keeps no state that a resumed run would need.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 Notify = Callable[..., None]
 
 
-class Site:
+class RayCluster:
     """The parts of one run on one cluster."""
 
     def __init__(self, recipe: Recipe, found: tuple[Node, ...], notify: Notify) -> None:
@@ -130,7 +130,7 @@ class Site:
 
 
 @asynccontextmanager
-async def open_site(recipe: Recipe, notify: Notify) -> AsyncIterator[Site]:
+async def open_ray_cluster(recipe: Recipe, notify: Notify) -> AsyncIterator[RayCluster]:
     """Join or start the cluster, check that the recipe has room on it, and watch it."""
     assert recipe.cluster is not None
     wanted = (
@@ -141,7 +141,7 @@ async def open_site(recipe: Recipe, notify: Notify) -> AsyncIterator[Site]:
     try:
         found = await asyncio.to_thread(nodes.list_nodes)
         check_room(recipe, found)
-        site = Site(recipe, found, notify)
+        site = RayCluster(recipe, found, notify)
         try:
             yield site
         finally:

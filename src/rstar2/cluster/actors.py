@@ -20,7 +20,7 @@ from rstar2.errors import EngineError
 SERVE_DEADLINE_S = 30.0
 
 
-class EngineHost:
+class EngineActor:
     """An engine and its HTTP front."""
 
     def __init__(self, name: str, recipe: Recipe, model: str, gpus: tuple[int, ...]) -> None:
@@ -93,7 +93,7 @@ def make_engine(name: str, recipe: Recipe, model: str) -> Any:
     return VllmEngine(name, server=settings)
 
 
-class RankHost:
+class RankActor:
     """One learner rank; all of them are called alike, in the same order."""
 
     def __init__(self, rank: int, gpus: tuple[int, ...]) -> None:
@@ -135,7 +135,7 @@ class RankHost:
         return value if self.rank == 0 else None
 
 
-class CodeEnvHost:
+class CodeEnvActor:
     """A code environment server, started again on the same port whenever it ends."""
 
     def __init__(self, config: CodeEnvConfig, address: str) -> None:
