@@ -16,6 +16,7 @@ import pytest
 
 from rstar2.types import Outcome, ToolResult, decode
 
+pytestmark = pytest.mark.slow
 START_S = 600
 
 

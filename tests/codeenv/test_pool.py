@@ -18,7 +18,7 @@ from rstar2.config import CodeEnvConfig
 from rstar2.errors import IsolationError, QueueFullError, UserError
 from rstar2.types import Limits, Outcome, ToolResult
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 FUNCTIONS = {"echo": "json:dumps", "forever": "signal:pause", "gone": "no_such_module:f"}
 _ids = itertools.count()
 

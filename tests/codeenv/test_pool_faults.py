@@ -27,6 +27,8 @@ from rstar2.config import CodeEnvConfig
 from rstar2.errors import IsolationError
 from rstar2.types import Limits, Outcome
 
+pytestmark = pytest.mark.slow
+
 SERVICE = """
 import asyncio, os, sys
 from rstar2.codeenv.server.calls import CallTable

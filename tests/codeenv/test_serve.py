@@ -55,6 +55,7 @@ async def test_the_pool_is_not_started_when_the_port_is_taken() -> None:
             await serve(config, on_ready=lambda ready: None, executor=Untouchable())  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 async def test_an_owner_is_told_why_its_server_cannot_start() -> None:
     with bind(CodeEnvConfig()) as taken:
         config = CodeEnvConfig(port=taken.getsockname()[1])
@@ -82,6 +83,7 @@ async def test_a_server_that_dies_at_once_is_named(monkeypatch: pytest.MonkeyPat
     assert not server.running
 
 
+@pytest.mark.slow
 def test_an_owned_server_without_an_owner_ends() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "rstar2.codeenv.server.serve"],

@@ -19,6 +19,8 @@ from rstar2.codeenv.protocol import RunRequest, VerifyRequest
 from rstar2.config import CodeEnvConfig
 from rstar2.types import Limits, Outcome, ToolResult
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
