@@ -131,19 +131,15 @@ class FileTail:
         """The next complete lines, about `limit` bytes of them but at least one."""
         if not self.behind:
             return []
-        with self.path.open("rb") as file:
-            file.seek(self.position)
-            data = file.read(limit)
-            end = data.rfind(b"\n")
-            while end < 0 and (more := file.read(limit)):
-                data += more
-                end = data.rfind(b"\n")
-        if end < 0:
-            return []
         lines, at = [], self.position
-        for part in data[: end + 1].splitlines(keepends=True):
-            lines.append(TailLine(at, part))
-            at += len(part)
+        with self.path.open("rb") as file:
+            file.seek(at)
+            while at < self.position + limit:
+                line = file.readline()
+                if not line.endswith(b"\n"):
+                    break
+                lines.append(TailLine(at, line))
+                at += len(line)
         self.position = at
         return lines
 
