@@ -17,7 +17,16 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with only the wheel's files in it; dependencies come from this interpreter."""
     work = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    build = [*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", work, ROOT]
+    build = [
+        *pip,
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(work),
+        str(ROOT),
+    ]
     subprocess.run(build, check=True, timeout=120)
     (wheel,) = work.glob("rstar2-*.whl")
     target = work / "site"

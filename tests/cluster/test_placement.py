@@ -23,7 +23,7 @@ def recipe(engines: int, ranks: int, **cluster: object) -> Recipe:
         name="r",
         engine=EngineConfig(count=engines),
         learner=LearnerConfig(ranks=ranks),
-        cluster=ClusterConfig(**cluster),  # type: ignore[arg-type]
+        cluster=ClusterConfig.model_validate(cluster),
     )
 
 

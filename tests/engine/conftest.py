@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -48,7 +50,7 @@ def _llama(**more: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**(SHAPE | {"head_dim": 16} | more)))
 
 
-FAMILIES = {
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: _llama(tie_word_embeddings=True),
     "llama-biases-llama3": lambda: _llama(
         attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=False
@@ -84,7 +86,8 @@ class Reference:
 
 def make(path: Path, family: str, seed: int) -> Reference:
     torch.manual_seed(seed)
-    model = FAMILIES[family]().eval()
+    model = FAMILIES[family]()
+    model.eval()
     # Norms and biases start at constants: random ones show whether they are applied at all.
     for name, weight in model.named_parameters():
         if "norm" in name or name.endswith("bias"):

@@ -47,7 +47,7 @@ def request(
 
 
 def drain(batcher: Batcher) -> dict[int, EndedRequest]:
-    ended = {}
+    ended: dict[int, EndedRequest] = {}
     while not batcher.idle:
         ended |= {end.request.id: end for end in batcher.step()}
         check_budget(batcher)
@@ -182,7 +182,7 @@ def test_a_turn_reuses_the_prefix_of_its_session(llama: Any) -> None:
 def test_equal_prompts_are_computed_once_and_sampled_as_if_alone(llama: Any) -> None:
     rng, batcher = random.Random(11), engine(llama)
     prompt = ids(rng, 50, 50)
-    options = {"temperature": 1.0, "new": 40}
+    options: dict[str, Any] = {"temperature": 1.0, "new": 40}
     for i in range(6):
         batcher.submit(request(i, prompt, f"s{i}", seed=i, **options))
     batcher.step()
@@ -229,7 +229,7 @@ def test_least_recently_used_prefixes_are_evicted_first(llama: Any) -> None:
 def test_a_result_does_not_depend_on_neighbours_or_preemption(llama: Any) -> None:
     rng = random.Random(4)
     prompt = ids(rng, 20, 20)
-    options = {"temperature": 0.9, "top_p": 0.95, "top_k": 30, "seed": 77}
+    options: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "top_k": 30, "seed": 77}
     alone = engine(llama)
     alone.submit(request(0, prompt, new=60, **options))
     expected = drain(alone)[0].request

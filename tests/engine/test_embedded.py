@@ -43,7 +43,7 @@ async def shared(llama: Any) -> AsyncIterator[EmbeddedEngine]:
 
 
 async def go(engine: EmbeddedEngine, prompt: list[int], **options: Any) -> Generation:
-    call = {"sampling": GREEDY, "session": "", "deadline_s": DEADLINE_S} | options
+    call: dict[str, Any] = {"sampling": GREEDY, "session": "", "deadline_s": DEADLINE_S} | options
     sampling = call.pop("sampling")
     return await engine.generate(prompt, sampling, **call)
 

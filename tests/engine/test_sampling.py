@@ -11,8 +11,11 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from rstar2.engine.sampling import RowSampling, sample, uniforms
 
+WarpSettings = tuple[float, float, int]
+"""Temperature, top_p and top_k of a row."""
 
-def policy(rows: list[tuple[float, float, int]]) -> RowSampling:
+
+def policy(rows: list[WarpSettings]) -> RowSampling:
     temperature, top_p, top_k = zip(*rows, strict=True)
     return RowSampling(
         np.array(temperature, np.float32), np.array(top_p, np.float32), np.array(top_k, np.int64)
@@ -40,7 +43,9 @@ rows = st.tuples(
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(rows, min_size=1, max_size=6), st.integers(0, 2**31))
-def test_logprobs_and_entropies_are_those_of_the_warped_distribution(settings_, seed) -> None:
+def test_logprobs_and_entropies_are_those_of_the_warped_distribution(
+    settings_: list[WarpSettings], seed: int
+) -> None:
     logits = torch.randn(len(settings_), 50, generator=torch.Generator().manual_seed(seed)) * 3
     u = np.random.default_rng(seed).random(len(settings_))
     draw = sample(logits, policy(settings_), u)
@@ -56,7 +61,9 @@ def test_logprobs_and_entropies_are_those_of_the_warped_distribution(settings_, 
 
 @settings(deadline=None, max_examples=60)
 @given(rows, st.lists(rows, min_size=1, max_size=5), st.integers(0, 2**31))
-def test_a_row_does_not_see_its_neighbours(row, others, seed) -> None:
+def test_a_row_does_not_see_its_neighbours(
+    row: WarpSettings, others: list[WarpSettings], seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(1 + len(others), 50, generator=generator)
     u = np.random.default_rng(seed).random(1 + len(others))

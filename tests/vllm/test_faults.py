@@ -38,14 +38,14 @@ Engines = tuple[VllmEngine, VllmEngine, VllmEngine]
 def server_of(engine: VllmEngine) -> list[psutil.Process]:
     """The API server, its engine core and workers."""
     assert engine.pid is not None
-    return psutil.Process(engine.pid).children(recursive=True)
+    return list(psutil.Process(engine.pid).children(recursive=True))
 
 
 async def test_killed_engine_loses_no_rollout_and_comes_back_proven(
     engines: Engines, stage: Path, data: Path
 ) -> None:
     """kill -9 of a server in the middle of a step: every rollout of every group ends, once."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     learner = learner_of(stage)
     recipe = miniature(data, deterministic=False)
@@ -63,7 +63,9 @@ async def test_killed_engine_loses_no_rollout_and_comes_back_proven(
     for engine in engines[:2]:
         fleet.join(engine.name, VERSION)
     async with await CodeEnvClient.start(CodeEnvConfig(slots=2)) as tools:
-        template = Template(AutoTokenizer.from_pretrained(stage), recipe.template)
+        tokenizer = AutoTokenizer.from_pretrained(stage)
+        assert isinstance(tokenizer, PreTrainedTokenizerFast)
+        template = Template(tokenizer, recipe.template)
         runner = GroupRunner(fleet, tools, tools, template, AgentConfig(generate_deadline_s=300))
 
         async def draw(index: int, attempt: int) -> Group:
