@@ -112,6 +112,6 @@ async def test_a_hung_server_is_replaced_by_start(engines: Engines) -> None:
 async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     engine = engine_of("broken", tmp_path)
-    with pytest.raises(EngineError, match="its last words"):
+    with pytest.raises(EngineError, match="its last output"):
         await engine.start()
     assert engine.pid is None

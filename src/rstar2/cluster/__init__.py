@@ -1,6 +1,6 @@
 """The same recipe on several machines, by Ray.
 
-Ray places parts on nodes, supervises them and tells when one is gone; data goes as on one machine:
+Ray places parts on nodes, supervises them and reports lost ones; data moves as on one machine:
 tokens over HTTP, weights as files in the run directory, gradients over torch.distributed, tool
 calls to one code environment per node.
 

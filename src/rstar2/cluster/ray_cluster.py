@@ -1,16 +1,16 @@
 """A cluster as the pipeline sees it: engines, learner ranks and code environments, supervised.
 
-    what fails         who sees it, and when                     what happens
+    fault              detection                                 recovery
     engine process     its connection breaks: at once            its turns go elsewhere, by id; it
-                       (idle: the next look at its load)         starts anew, stale until proven
+                       (idle: the next look at its load)         restarts, stale until verified
     engine hangs       cannot score within engine.hang_s         its host is ended; then the same
-    code environment   its host tells: at once                   the same calls elsewhere, by id; it
+    code environment   its actor reports it: at once             the same calls elsewhere, by id; it
                                                                  is started again on its node
     learner rank       its call breaks: at once                  a new group, the last checkpoint
-    node               Ray's health check; a look each watch_s   all of this, on other nodes
-    node joins         a look each watch_s                       it gets a code environment, and at
+    node               Ray's health check; every watch_s         all of this, on other nodes
+    node joins         every watch_s                             it gets a code environment, and at
                                                                  the next publish missing engines
-    driver             Ray ends its actors                       the same command goes on
+    driver             Ray ends its actors                       the same command resumes
 
 `RayCluster` keeps no state that a resumed run would need.
 """
@@ -87,16 +87,16 @@ class RayCluster:
     # ------------------------------------------------------------------ supervision
 
     async def _watch(self) -> None:
-        """Look at the nodes again and again."""
+        """Check the nodes periodically."""
         while True:
             await asyncio.sleep(self.watch_s)
             try:
                 await self.look()
             except NodeError as error:
-                log.warning("nodes could not be looked at: %s", error)
+                log.warning("the nodes could not be listed: %s", error)
 
     async def look(self) -> None:
-        """Take notice of nodes that left or joined since the last look."""
+        """Handle nodes that left or joined since the last check."""
         async with self._looking:
             alive = {node.id: node for node in await asyncio.to_thread(nodes.list_nodes)}
             known = {node.id: node for node in self.ledger.nodes}
@@ -106,9 +106,9 @@ class RayCluster:
                 await self._joined(alive[node_id])
 
     async def _left(self, node: Node) -> None:
-        """A node is gone: whoever waits for its parts is told at once."""
+        """A node was lost: calls that wait for its parts fail at once."""
         parts = self.ledger.leave(node.id)
-        log.warning("node %s is gone, with %s", node.address, ", ".join(parts) or "no part")
+        log.warning("node %s was lost, with %s", node.address, ", ".join(parts) or "no part")
         self.notify("node_lost", node=node.id, address=node.address, parts=list(parts))
         if node.id in self._servers:
             self._servers.pop(node.id).gone = True
@@ -122,7 +122,7 @@ class RayCluster:
             self._tools.add(self._server(node))
 
     async def close(self) -> None:
-        """Stop looking; the parts are closed by whoever was given them."""
+        """Stop the checks; the callers close the parts that they were given."""
         self._watching.cancel()
         results = await asyncio.gather(self._watching, return_exceptions=True)
         if isinstance(results[0], Exception):

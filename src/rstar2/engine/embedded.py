@@ -142,7 +142,7 @@ class EmbeddedEngine:
         await self.close()
 
     async def _read(self, link: _Link) -> None:
-        """Deliver what the worker sends until it is gone."""
+        """Deliver what the worker sends until it ends."""
         while (message := await link.receive()) is not None:
             match message:
                 case wire.GenerationsEnded(results):
@@ -178,7 +178,7 @@ class EmbeddedEngine:
         if self._link is None:
             raise EngineError(f"{self.name}: not started")
         if self._link.lost:
-            raise EngineError(f"{self.name}: its worker is gone; start() makes a new one")
+            raise EngineError(f"{self.name}: its worker has ended; start() starts a new one")
         return self._link
 
     async def _call(self, message: Any, deadline_s: float, what: str) -> Any:
@@ -244,7 +244,7 @@ class EmbeddedEngine:
         )
 
     async def release(self, session: str) -> None:
-        """Let a session's cached prefix go; nothing to do when the worker is gone."""
+        """Free a session's cached prefix; a no-op if the worker has ended."""
         if self._link is not None and not self._link.lost:
             self._link.send(wire.Release(session))
 
@@ -282,7 +282,7 @@ class EmbeddedEngine:
                     os.ftruncate(link.mailbox, 0)
 
     async def resume(self) -> None:
-        """Let running requests go on after an update with `hold`."""
+        """Let running requests continue after an update with `hold`."""
         self._alive().send(wire.Resume())
 
 
@@ -349,7 +349,7 @@ class _Link:
         self._writer.write(wire.frame(message))
 
     async def receive(self) -> wire.FromWorker | None:
-        """The next message; None once the worker is gone."""
+        """The next message; None once the worker has ended."""
         try:
             header = await self._reader.readexactly(wire.HEADER.size)
             body = await self._reader.readexactly(wire.HEADER.unpack(header)[0])

@@ -1,8 +1,8 @@
-"""How our clients keep connections to engines: as many as there are turns, and none for long.
+"""Connection limits of clients of engines: any number at once, closed soon after use.
 
 A server closes a connection that has been idle for its keep-alive time (uvicorn, and so vLLM: 5 s).
-A request sent at that very moment is lost without an answer, and its engine would pass for dead. So
-we let go first.
+A request sent at that moment is lost without an answer, and the engine would look dead. So the
+client closes idle connections first.
 """
 
 from __future__ import annotations
