@@ -145,6 +145,8 @@ class ZygoteLink:
         self.alive = False
         if self._reader is not None:
             self._reader.cancel()
+            # The event loop must forget the socket before its number is used again.
+            await asyncio.gather(self._reader, return_exceptions=True)
         if self._control is not None:
             self._control.close()
         if self._child is None:
