@@ -1,7 +1,7 @@
 """What runs on the nodes: one class per kind of part, each the body of a Ray actor.
 
 An actor holds its part as a child or in its own process and ends with the driver: Ray ends actors
-whose driver is gone, and the children watch for their parent (PDEATHSIG, a leased pipe).
+whose driver has ended, and the children watch for their parent (PDEATHSIG, a leased pipe).
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class CodeEnvActor:
 
 def _children() -> list[int]:
     """Child processes of this one."""
-    found: list[int] = []
+    pids: list[int] = []
     for task in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
-        found += [int(pid) for pid in task.read_text().split()]
-    return sorted(set(found))
+        pids += [int(pid) for pid in task.read_text().split()]
+    return sorted(set(pids))

@@ -2,7 +2,7 @@
 
 `start` finds a place, makes the host there and connects; while it lives, `start` does nothing. So
 the fleet's own way of bringing engines back (start, publish, prove, join) holds on a cluster too:
-an engine whose node is gone comes back on another, or stays away until there is room.
+an engine whose node was lost comes back on another, or stays away until there is room.
 """
 
 from __future__ import annotations

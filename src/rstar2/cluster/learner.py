@@ -2,7 +2,7 @@
 
 Commands and batches go to the ranks as actor calls; gradients and shards go between them over
 torch.distributed (gloo on CPUs, nccl on GPUs). A rank that dies ends the group with RankError, as
-on one machine: whoever trains makes a new group and goes on from the last checkpoint.
+on one machine: the trainer makes a new group and resumes from the last checkpoint.
 """
 
 from __future__ import annotations

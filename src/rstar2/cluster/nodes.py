@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class NodeError(InfrastructureError):
-    """A node or an actor on it is gone."""
+    """A node or an actor on it was lost."""
 
 
 def connect(address: str | None, *, cpus: float) -> None:
@@ -66,11 +66,11 @@ def list_nodes() -> tuple[Node, ...]:
         entries = ray.nodes()
     except (RayError, RuntimeError, OSError) as error:
         raise NodeError(f"Ray does not tell its nodes: {_first_line(error)}") from error
-    found = []
+    alive = []
     for entry in entries:
         if entry["Alive"]:
             resources = entry["Resources"]
-            found.append(
+            alive.append(
                 Node(
                     id=entry["NodeID"],
                     address=entry["NodeManagerAddress"],
@@ -78,7 +78,7 @@ def list_nodes() -> tuple[Node, ...]:
                     gpus=int(resources.get("GPU", 0)),
                 )
             )
-    return tuple(sorted(found, key=lambda node: node.id))
+    return tuple(sorted(alive, key=lambda node: node.id))
 
 
 def make_actor(kind: type, place: Place, cpus: float, *args: Any, concurrency: int = 0) -> Any:
@@ -119,7 +119,7 @@ async def answer(reference: Awaitable[T], what: str, deadline_s: float) -> T:
 
 
 def kill(actor: Any) -> None:
-    """End an actor's process now; one that is gone already is fine."""
+    """End an actor's process now; a no-op if it has ended."""
     import ray
     from ray.exceptions import RayError
 

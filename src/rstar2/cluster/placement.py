@@ -79,7 +79,7 @@ class Ledger:
         self._nodes[node.id] = _Held(node)
 
     def leave(self, node_id: str) -> tuple[str, ...]:
-        """A node is gone: returns the parts that were on it. A second call does nothing."""
+        """A node was lost: returns the parts that were on it. A second call does nothing."""
         held = self._nodes.pop(node_id, None)
         return () if held is None else tuple(held.parts)
 

@@ -40,11 +40,11 @@ Notify = Callable[..., None]
 class RayCluster:
     """The parts of one run on one cluster."""
 
-    def __init__(self, recipe: Recipe, found: tuple[Node, ...], notify: Notify) -> None:
+    def __init__(self, recipe: Recipe, known_nodes: tuple[Node, ...], notify: Notify) -> None:
         assert recipe.cluster is not None
         self.recipe, self.notify = recipe, notify
         self.watch_s = recipe.cluster.watch_s
-        self.ledger = Ledger(found)
+        self.ledger = Ledger(known_nodes)
         self._engines: list[RemoteEngine] = []
         self._servers: dict[str, RemoteServer] = {}
         self._tools: CodeEnvClient | None = None
@@ -139,9 +139,9 @@ async def open_ray_cluster(recipe: Recipe, notify: Notify) -> AsyncIterator[RayC
     )
     await asyncio.to_thread(nodes.connect, recipe.cluster.address, cpus=wanted)
     try:
-        found = await asyncio.to_thread(nodes.list_nodes)
-        check_room(recipe, found)
-        site = RayCluster(recipe, found, notify)
+        known_nodes = await asyncio.to_thread(nodes.list_nodes)
+        check_room(recipe, known_nodes)
+        site = RayCluster(recipe, known_nodes, notify)
         try:
             yield site
         finally:

@@ -5,7 +5,7 @@ to the tokens of the others, decodes one token a step, and leaves; its KV is the
 session until the session's next prompt extends it, the session is released, or room is needed
 (least recently used first). Fresh requests with equal prompts share one prefill.
 
-A running request that finds no room for its next block, after all parked prefixes are gone, sends
+A running request that finds no room for its next block, after all parked prefixes are freed, sends
 the youngest running one back to the head of the queue: its KV is dropped, its tokens are kept and
 prefilled again (a preemption; counted).
 
@@ -42,7 +42,7 @@ from rstar2.errors import UserError
 from rstar2.types import EngineLoad, Finish
 
 PREFILL_TOKENS = 1024
-"""Prompt tokens computed in one step at most, so that decoding goes on beside long prompts."""
+"""Prompt tokens computed in one step at most, so that decoding continues beside long prompts."""
 
 
 class Batcher:

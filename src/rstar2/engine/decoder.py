@@ -337,7 +337,7 @@ class _StateReader:
             for want, have in zip(sizes, tensor.shape, strict=True)
         ):
             raise UserError(f"weights: {name} has shape {tuple(tensor.shape)}, expected {sizes}")
-        # A copy always: the caller may go on training the tensors it gave us.
+        # A copy always: the caller may keep training the tensors it gave us.
         return tensor.detach().to(self._device, self._dtype, copy=True)
 
 

@@ -4,10 +4,10 @@ Promises, beyond those of `base.Engine`:
 - Tokens go in and come out as ids; logprobs are those of the distribution that was sampled from,
   and each token carries the label of the weights that sampled it.
 - Prefixes are never shared across versions: the cache is dropped at every update, and each
-  version's prompts are salted, so that a block left over by mistake could not be found.
+  version's prompts are salted, so that a leftover block cannot match.
 - No token is sampled under weights that were not proven. An update interrupts what runs: requests
   keep what they have sampled and wait, inside `generate`, until the update has succeeded and, with
-  `hold`, until `resume` says that `score` has matched the learner; then they go on. An update that
+  `hold`, until `resume` says that `score` has matched the learner; then they resume. An update that
   failed leaves them waiting, up to their deadlines, for one that does not.
 - A (re)started server has the label STALE: it serves the weights of its model directory, which
   nobody has proven.
@@ -150,12 +150,12 @@ class VllmEngine:
         )
 
     async def close(self) -> None:
-        """Close connections; a server of ours ends, one given by URL goes on. Idempotent."""
+        """Close connections; a server of ours ends, one given by URL keeps running. Idempotent."""
         client, self._client = self._client, None
         self._open.set()  # who waits there finds the engine gone
         try:
             if self._server is not None:
-                await self._server.stop()  # first: whoever waits for an answer hears that it ended
+                await self._server.stop()  # first: pending calls then fail with its end
         finally:
             if client is not None:
                 await client.close()
@@ -176,7 +176,7 @@ class VllmEngine:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, deadline_s: float
     ) -> Generation:
-        """Sample a continuation; an update in between interrupts it, and it goes on after that."""
+        """Sample a continuation; a weight update interrupts it, and it resumes afterwards."""
         started = time.monotonic()
         ends = started + deadline_s
         done = Generation((), (), (), Finish.CANCELLED)
@@ -257,7 +257,7 @@ class VllmEngine:
             await self.resume()
 
     async def resume(self) -> None:
-        """The weights are proven: what was interrupted goes on under them."""
+        """The weights are verified: interrupted requests resume under them."""
         if self._client is None:
             raise EngineError(f"{self.name}: not started")
         self._open.set()

@@ -1,6 +1,6 @@
 """A vLLM server's HTTP interface, typed: what we send, what it may answer, how it can fail.
 
-Every call has a deadline (DeadlineError). A server that is gone, answers 5xx or nonsense raises
+Every call has a deadline (DeadlineError). A server that has ended, answers 5xx or nonsense raises
 EngineError; one that refuses what we sent (4xx) raises UserError with what it said, because asking
 again, here or elsewhere, would not help.
 """

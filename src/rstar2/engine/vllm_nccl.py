@@ -10,7 +10,7 @@ update (Invariant 7) decides whether it worked. `engine.weight_transfer: files` 
     finish_weight_update          the workers finalise their layers
 
 vLLM's own trainer-side engine drives these through four synchronous methods; `_Phases` maps each to
-our client. It runs in a thread of its own, so the event loop goes on meanwhile.
+our client. It runs in a thread of its own, so the event loop is not blocked.
 """
 
 from __future__ import annotations

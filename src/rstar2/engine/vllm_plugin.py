@@ -7,7 +7,7 @@ things:
 
 - Weight updates become right on CPUs. vLLM packs the weights of linear layers when it builds them
   (oneDNN; on some CPUs kernels for small matrices) and `reload_weights` leaves the packed copies as
-  they were: the call succeeds and the old weights go on serving. Without packing, layers compute
+  they were: the call succeeds and the old weights keep serving. Without packing, layers compute
   from the tensors that are reloaded. RSTAR2_ENGINE_PACKED=1 leaves packing on: for the test that
   shows that the probe catches it.
 - No process outlives its parent, whatever killed that.

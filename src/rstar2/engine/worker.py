@@ -2,8 +2,8 @@
 
 Runs as a process of its own (`python -m rstar2.engine.worker`) or as a thread with the same loop.
 A reader thread turns frames into messages; the loop handles what has arrived between two steps and
-blocks only when there is nothing to compute. The worker ends when it is told to stop, or at the
-end of its socket: the engine that started it is gone. The kernel also kills the process when its
+blocks only when there is nothing to compute. The worker ends on a stop message, or at the
+end of its socket, when its engine has ended. The kernel also kills the process when its
 parent dies (see `rstar2.child`).
 """
 
@@ -86,7 +86,7 @@ class EngineWorker:
         self._held = False
 
     def run(self) -> None:
-        """Serve until told to stop or the other side is gone."""
+        """Serve until a stop message or the end of the socket."""
         try:
             self._batcher = build(self._settings)
         except RstarError as error:
@@ -100,7 +100,7 @@ class EngineWorker:
             while self._handle_arrived():
                 self._report(self._batcher.step())
         except (BrokenPipeError, ConnectionResetError):
-            pass  # the engine is gone; there is nobody left to tell
+            pass  # the engine has ended; nobody reads an answer
         finally:
             # Wakes the reader, which would otherwise sit in recv on a closed socket.
             with contextlib.suppress(OSError):

@@ -223,26 +223,26 @@ def _problems(
     learner: MemoryFit,
     stages: tuple[StagePlan, ...],
 ) -> list[str]:
-    found = []
+    problems = []
     if not learner.fits:
         enough = _enough(recipe, cluster, shape)
-        found.append(
+        problems.append(
             f"the learner needs {learner.total:.1f} GB on each GPU, {learner.limit:.1f} GB are "
             f"there; it fits on {enough} of them (state is sharded), or with a smaller model"
         )
     if not engine.fits:
-        found.append(
+        problems.append(
             f"an engine and the learner's state need {engine.total:.1f} GB on the same GPU, "
             f"{engine.limit:.1f} GB can be used: the times below hold for engines that have the "
             "GPU to themselves while they generate"
         )
     worst = max(stages, key=lambda s: s.cores_needed, default=None)
     if worst is not None and worst.cores_needed > cluster.cores:
-        found.append(
+        problems.append(
             f"{worst.load.name} needs {worst.cores_needed:.0f} cores for its tool calls, the "
             f"cluster has {cluster.cores}: more code environments, or steps wait for them"
         )
-    return found
+    return problems
 
 
 def _enough(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> str:
