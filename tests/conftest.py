@@ -25,6 +25,13 @@ SPREAD = ("e2e",)
 SLOW_FIXTURES = {"finished", "trained", "browser", "shared_cell", "installed"}
 """Fixtures that train a model, start a browser or an attack cell, or build a wheel."""
 
+SLOW_FILES = {
+    *("codeenv/test_cli.py", "codeenv/test_pool.py", "codeenv/test_pool_faults.py"),
+    *("codeenv/test_serve.py", "codeenv/test_served_pool.py", "engine/test_embedded.py"),
+    *("learner/test_checkpoint.py", "learner/test_ranks.py", "learner/test_tiny.py"),
+}
+"""Files whose tests start servers, engines or learner ranks."""
+
 # Hypothesis's own time limits measure the machine, not the code.
 settings.register_profile(
     "any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -40,7 +47,9 @@ def _folder(item: pytest.Item) -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests with slow fixtures as slow, and let the longest start first."""
     for item in items:
-        if isinstance(item, pytest.Function) and SLOW_FIXTURES & set(item.fixturenames):
+        assert isinstance(item, pytest.Function)
+        file = str(item.path.relative_to(ROOT / "tests"))
+        if file in SLOW_FILES or SLOW_FIXTURES & set(item.fixturenames):
             item.add_marker(pytest.mark.slow)
     rank = {name: number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: rank.get(_folder(item), len(rank)))
