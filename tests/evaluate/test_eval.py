@@ -168,7 +168,7 @@ def test_a_page_and_a_comparison_come_of_it(
     [
         ([], "give either a directory"),
         (["--url", "http://x", "--preset", "run"], "takes a run directory"),
-        (["--url", "http://x"], "--on says which"),
+        (["--url", "http://x"], "name a benchmark with --on"),
         (["--url", "http://x", "--on", "imo=nowhere.jsonl"], "nowhere"),
     ],
 )
