@@ -167,30 +167,39 @@ def index_entry(line: bytes, at: int) -> GroupEntry:
     recorded = decode_without_tokens(line)
     group, selection = recorded.group, recorded.selection
     kept = {} if selection is None else {c.trajectory_id: c.kept for c in selection.choices}
-    rollouts = []
-    for trajectory in group.trajectories:
-        entropies = [e for turn in trajectory.turns for e in turn.entropies or ()]
-        sampled = sum(_count(turn.sampled_ids) for turn in trajectory.turns)
-        rollouts.append(
-            RolloutEntry(
-                name=trajectory.id.removeprefix(f"{group.id}/"),
-                reward=trajectory.reward.value if trajectory.reward else None,
-                stop=trajectory.stop,
-                kept=kept.get(trajectory.id),
-                outcomes=tuple(r.outcome for turn in trajectory.turns for r in turn.results),
-                tokens=sampled + sum(_count(turn.response_ids) for turn in trajectory.turns),
-                sampled=sampled,
-                entropy=round(sum(entropies) / len(entropies), 5) if entropies else None,
-                started_at=trajectory.started_at,
-                wall_s=round(trajectory.wall_s, 4),
-                turns=tuple(map(_turn_entry, trajectory.turns)),
-            )
-        )
+    rollouts = tuple(
+        _rollout_entry(trajectory, group.id, kept.get(trajectory.id))
+        for trajectory in group.trajectories
+    )
     problem = group.problem
     return GroupEntry(
         recorded.stage, recorded.step, at, len(line), group.id, problem.id, problem.kind,
-        problem.prompt[:PROMPT_CHARS], selection is not None, tuple(rollouts),
+        problem.prompt[:PROMPT_CHARS], selection is not None, rollouts,
     )  # fmt: skip
+
+
+def _rollout_entry(trajectory: PartialTrajectory, group: str, kept: bool | None) -> RolloutEntry:
+    sampled = responses = 0
+    outcomes: list[str] = []
+    entropies: list[float] = []
+    for turn in trajectory.turns:
+        sampled += _count(turn.sampled_ids)
+        responses += _count(turn.response_ids)
+        outcomes += [result.outcome for result in turn.results]
+        entropies += turn.entropies or ()
+    return RolloutEntry(
+        trajectory.id.removeprefix(f"{group}/"),
+        trajectory.reward.value if trajectory.reward else None,
+        trajectory.stop,
+        kept,
+        tuple(outcomes),
+        sampled + responses,
+        sampled,
+        round(sum(entropies) / len(entropies), 5) if entropies else None,
+        trajectory.started_at,
+        round(trajectory.wall_s, 4),
+        tuple(map(_turn_entry, trajectory.turns)),
+    )
 
 
 def _count(ids: msgspec.Raw) -> int:

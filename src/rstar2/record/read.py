@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 CHUNK = 1 << 21
 """Bytes that a FileTail reads at a time."""
+BUFFER = 1 << 19
+"""Longer than most lines: readline copies a line once per buffer that it spans."""
 
 
 class GroupLine(msgspec.Struct, frozen=True):
@@ -132,7 +134,7 @@ class FileTail:
         if not self.behind:
             return []
         lines, at = [], self.position
-        with self.path.open("rb") as file:
+        with self.path.open("rb", BUFFER) as file:
             file.seek(at)
             while at < self.position + limit:
                 line = file.readline()

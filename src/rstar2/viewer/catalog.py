@@ -35,23 +35,23 @@ FAILED = frozenset(o.value for o in Outcome if o.failed)
 SCHEMA = """
 CREATE TABLE groups (
     stage INTEGER, at INTEGER, size INTEGER, id TEXT, step INTEGER, problem TEXT, kind TEXT,
-    prompt TEXT, used INTEGER,
+    prompt TEXT, used INTEGER, members INTEGER,
     index_at INTEGER,   -- offset and size of the group's line in the index file; NULL: not there
     index_size INTEGER,
     PRIMARY KEY (stage, at)
 ) WITHOUT ROWID;
 CREATE INDEX groups_by_id ON groups (id);
 CREATE INDEX groups_by_step ON groups (stage, step);
-CREATE TABLE rollouts (
-    stage INTEGER, at INTEGER, member INTEGER, name TEXT, step INTEGER, kind TEXT,
-    reward REAL,        -- NULL: not graded
-    stop TEXT,
+CREATE TABLE rollouts ( -- in the order of lists, newest first: every list ends with this order
+    stage INTEGER, at INTEGER, member INTEGER,
     kept INTEGER,       -- NULL: the group was not used for training
-    outcomes TEXT,      -- those that occurred, each between spaces
+    reward REAL,        -- NULL: not graded
     tokens INTEGER, sampled INTEGER, turns INTEGER, calls INTEGER, failed INTEGER,
     entropy REAL,       -- NULL: not reported
-    wall REAL,
-    PRIMARY KEY (stage, at, member)
+    wall REAL, step INTEGER, kind TEXT, stop TEXT,
+    outcomes TEXT,      -- those that occurred, each between spaces
+    name TEXT,
+    PRIMARY KEY (stage DESC, at DESC, member)
 ) WITHOUT ROWID;
 """
 
@@ -69,6 +69,7 @@ class GroupRef:
     kind: str
     prompt: str
     used: bool
+    members: int
     index_at: int | None
     index_size: int | None
 
@@ -108,10 +109,8 @@ class Catalog:
 
     def counts(self, stage: str) -> tuple[int, int]:
         """The numbers of groups and of rollouts of a stage."""
-        where = [self.number_of(stage)]
-        (groups,) = self.db.execute("SELECT count(*) FROM groups WHERE stage = ?", where).fetchone()
-        query = "SELECT count(*) FROM rollouts WHERE stage = ?"
-        (rollouts,) = self.db.execute(query, where).fetchone()
+        query = "SELECT count(*), ifnull(sum(members), 0) FROM groups WHERE stage = ?"
+        groups, rollouts = self.db.execute(query, [self.number_of(stage)]).fetchone()
         return groups, rollouts
 
     def rollout_count(self) -> int:
@@ -269,25 +268,26 @@ class StageReader:
         self.covered = first
 
     def _insert(self, entries: Sequence[tuple[GroupEntry, int | None, int | None]]) -> None:
+        """Insert in the order of the table of rollouts, which is faster and fills its pages."""
         groups, rollouts = [], []
-        for entry, index_at, index_size in entries:
+        for entry, index_at, index_size in reversed(entries):
             groups.append(
                 (
                     self.number, entry.at, entry.size, entry.group, entry.step, entry.problem,
-                    entry.kind, entry.prompt, entry.used, index_at, index_size,
+                    entry.kind, entry.prompt, entry.used, len(entry.rollouts), index_at, index_size,
                 )
             )  # fmt: skip
             for member, r in enumerate(entry.rollouts):
                 outcomes, calls, failed = _call_columns(r.outcomes)
                 rollouts.append(
                     (
-                        self.number, entry.at, member, r.name, entry.step, entry.kind, r.reward,
-                        r.stop, r.kept, outcomes, r.tokens, r.sampled, len(r.turns), calls, failed,
-                        r.entropy, r.wall_s,
+                        self.number, entry.at, member, r.kept, r.reward, r.tokens, r.sampled,
+                        len(r.turns), calls, failed, r.entropy, r.wall_s, entry.step, entry.kind,
+                        r.stop, outcomes, r.name,
                     )
                 )  # fmt: skip
         with self._db:
-            self._db.executemany(f"INSERT INTO groups VALUES (?{',?' * 10})", groups)
+            self._db.executemany(f"INSERT INTO groups VALUES (?{',?' * 11})", groups)
             self._db.executemany(f"INSERT INTO rollouts VALUES (?{',?' * 16})", rollouts)
 
 
