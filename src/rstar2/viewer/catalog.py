@@ -16,7 +16,7 @@ so the order of both is the order in which the run recorded its groups.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -268,27 +268,28 @@ class StageReader:
         self.covered = first
 
     def _insert(self, entries: Sequence[tuple[GroupEntry, int | None, int | None]]) -> None:
-        """Insert in the order of the table of rollouts, which is faster and fills its pages."""
-        groups, rollouts = [], []
-        for entry, index_at, index_size in reversed(entries):
-            groups.append(
-                (
-                    self.number, entry.at, entry.size, entry.group, entry.step, entry.problem,
-                    entry.kind, entry.prompt, entry.used, len(entry.rollouts), index_at, index_size,
-                )
-            )  # fmt: skip
-            for member, r in enumerate(entry.rollouts):
-                outcomes, calls, failed = _call_columns(r.outcomes)
-                rollouts.append(
-                    (
-                        self.number, entry.at, member, r.kept, r.reward, r.tokens, r.sampled,
-                        len(r.turns), calls, failed, r.entropy, r.wall_s, entry.step, entry.kind,
-                        r.stop, outcomes, r.name,
-                    )
-                )  # fmt: skip
+        """Insert newest first, the order of the table: this is faster and fills its pages."""
+        groups = (
+            (
+                self.number, entry.at, entry.size, entry.group, entry.step, entry.problem,
+                entry.kind, entry.prompt, entry.used, len(entry.rollouts), index_at, index_size,
+            )
+            for entry, index_at, index_size in reversed(entries)
+        )  # fmt: skip
+        rollouts = (row for entry, _, _ in reversed(entries) for row in self._rollout_rows(entry))
         with self._db:
             self._db.executemany(f"INSERT INTO groups VALUES (?{',?' * 11})", groups)
             self._db.executemany(f"INSERT INTO rollouts VALUES (?{',?' * 16})", rollouts)
+
+    def _rollout_rows(self, entry: GroupEntry) -> Iterator[tuple[Any, ...]]:
+        for member, r in enumerate(entry.rollouts):
+            kept = None if r.kept is None else int(r.kept)  # sqlite3 binds bool slowly
+            outcomes, calls, failed = _call_columns(r.outcomes)
+            yield (
+                self.number, entry.at, member, kept, r.reward, r.tokens, r.sampled, len(r.turns),
+                calls, failed, r.entropy, r.wall_s, entry.step, entry.kind, r.stop, outcomes,
+                r.name,
+            )  # fmt: skip
 
 
 def rollout_cells(row: sqlite3.Row) -> dict[str, Any]:
