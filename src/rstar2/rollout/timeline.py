@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -28,8 +27,7 @@ OTHER = "#8d6cab"
 WIDTH, LEFT, RIGHT, AREA, GAP, BAR = 960, 92, 12, 64, 22, 7
 
 
-@dataclass(frozen=True, slots=True)
-class TimelineSpan:
+class TimelineSpan(NamedTuple):
     """A trajectory was in one state on (or waiting for) an engine, from `start` to `end`."""
 
     engine: str

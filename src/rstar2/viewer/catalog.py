@@ -2,8 +2,8 @@
 rollouts, filtered and sorted by SQL.
 
 The database is in memory because a run directory is never written to: read-only directories open,
-and viewers of the same run do not share state. Loading 100,000 rollouts takes about 0.7 s of CPU
-time, 0.9 times what NumPy columns took (benchmarks/viewer.py); without an index 3.3 s, 1.1 times.
+and viewers of the same run do not share state. Loading 100,000 rollouts takes about 0.6 s of CPU
+time, 0.9 times what NumPy columns took; without an index 2.2 s, 0.85 times (benchmarks/viewer.py).
 
 A StageReader fills the tables from index/<stage>.jsonl, and from the recorded lines where the index
 is missing, has gaps or does not match. It does so in slices, so that requests are served meanwhile.
