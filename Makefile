@@ -16,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loa
 .PHONY: help install quickstart test test-fast test-vllm test-cluster lint format wheel clean
 .DEFAULT_GOAL := help
 
-help:  ## show this list
+help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -26,13 +26,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 install: $(INSTALLED)  ## create .venv with rstar2 and the development tools
 
-quickstart: $(INSTALLED)  ## train the tiny agent with the whole recipe (minutes)
+quickstart: $(INSTALLED)  ## train the tiny agent with the whole recipe
 	$(BIN)/rstar2 quickstart
 
 test: $(INSTALLED)  ## run all tests, including the attacks on the jail
 	$(PYTEST)
 
-test-fast: $(INSTALLED)  ## run the tests that are not marked slow (under a minute)
+test-fast: $(INSTALLED)  ## run the tests that are not marked slow
 	$(PYTEST) -m "not slow"
 
 $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt scripts/install_vllm.py

@@ -20,13 +20,25 @@ COMMANDS = {
     "quickstart": ("rstar2.cli.train", "quickstart", "Train the tiny agent with the whole recipe."),
     "train": ("rstar2.cli.train", "train", "Run a recipe: SFT, RL stages, evaluation."),
     "sft": ("rstar2.cli.train", "sft", "Run only the SFT stage of a recipe."),
-    "ablate": ("rstar2.cli.ablate", "ablate", "Compare RoC with its alternatives over seeds."),
-    "eval": ("rstar2.cli.eval", "app", "Score a model on benchmarks, or compare two scores."),
-    "view": ("rstar2.cli.view", "view", "Browse runs on a local web page, live."),
+    "ablate": (
+        "rstar2.cli.ablate",
+        "ablate",
+        "Compare RoC with other resampling variants over seeds.",
+    ),
+    "eval": ("rstar2.cli.eval", "app", "Score a model on benchmarks, or compare two evaluations."),
+    "view": ("rstar2.cli.view", "view", "Browse finished and running runs on a local web page."),
     "entropy": ("rstar2.cli.entropy", "entropy", "Analyse the token entropy of a policy."),
     "chat": ("rstar2.cli.chat", "chat", "Chat with an agent and watch its Python calls."),
-    "data": ("rstar2.cli.data", "app", "Prepare training data: clean, decontaminate, filter."),
-    "simulate": ("rstar2.cli.simulate", "simulate", "Compare rollout schedulers without a GPU."),
+    "data": (
+        "rstar2.cli.data",
+        "app",
+        "Prepare training data: clean, decontaminate, filter, convert.",
+    ),
+    "simulate": (
+        "rstar2.cli.simulate",
+        "simulate",
+        "Compare scheduling policies on simulated engines.",
+    ),
     "codeenv": ("rstar2.cli.codeenv", "app", "Serve, run and measure the code environment."),
     "plan": ("rstar2.cli.plan", "plan", "Estimate memory, time and cost of a recipe on a cluster."),
     "doctor": ("rstar2.cli.doctor", "doctor", "Check what this machine supports."),
@@ -89,7 +101,7 @@ def root(
 ) -> None:
     """Train language models to reason with a Python tool, using agentic reinforcement learning.
 
-    Start with `rstar2 quickstart`, which runs the whole recipe on this machine in minutes.
+    Start with `rstar2 quickstart`, which runs the whole recipe with a tiny model on this machine.
     """
 
 

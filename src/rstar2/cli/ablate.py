@@ -34,22 +34,28 @@ def ablate(
     variants: Annotated[
         str,
         typer.Option(
-            help="Comma-separated variants, or all: grpo, uniform, roc, roc-no-errors, ..."
+            help="Variants separated by commas, or all: grpo, uniform, roc, roc-no-errors, "
+            "roc-no-format, release."
         ),
     ] = "all",
     steps: Annotated[
         int | None, typer.Option(help="RL steps of every run. The default is 80.")
     ] = None,
     jobs: Annotated[
-        int, typer.Option(min=1, help="Number of runs at once; give each one or two cores.")
+        int, typer.Option(min=1, help="Number of runs in parallel; each needs one or two cores.")
     ] = 1,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override a setting in all runs."),
+        typer.Option(
+            "--set",
+            "-s",
+            metavar="KEY=VALUE",
+            help="Override a setting in all runs. Can be repeated.",
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
-    """Compare variants of resampling from the same SFT weights. Resumes stopped runs."""
+    """Compare resampling variants that start from the same SFT weights. Resumes stopped runs."""
     from rstar2.pipeline.ablation import VARIANTS, to_json
     from rstar2.pipeline.ablation import ablate as run_all
     from rstar2.pipeline.ablation_report import plot, table

@@ -46,15 +46,21 @@ Url = Annotated[
     str, typer.Option(help="Use the server at this URL instead of starting one for this command.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
-WallS = Annotated[float | None, typer.Option(help="Seconds of wall time that a call may take.")]
-CpuS = Annotated[float | None, typer.Option(help="Seconds of CPU time that a call may use.")]
-MemoryMb = Annotated[int | None, typer.Option(help="Memory in MB of a call and its children.")]
-Processes = Annotated[int | None, typer.Option(help="Processes and threads of a call.")]
-FileMb = Annotated[
-    int | None, typer.Option(help="Size in MB of the largest file that a call may write.")
+WallS = Annotated[float | None, typer.Option(help="Wall-time limit of a call in seconds.")]
+CpuS = Annotated[float | None, typer.Option(help="CPU-time limit of a call in seconds.")]
+MemoryMb = Annotated[
+    int | None, typer.Option(help="Memory limit in MB of a call and its child processes.")
 ]
-ScratchMb = Annotated[int | None, typer.Option(help="Scratch space in MB of a call.")]
-OutputChars = Annotated[int | None, typer.Option(help="Characters kept of each stream.")]
+Processes = Annotated[
+    int | None, typer.Option(help="Maximum number of processes and threads of a call.")
+]
+FileMb = Annotated[
+    int | None, typer.Option(help="Maximum size in MB of a file that a call writes.")
+]
+ScratchMb = Annotated[int | None, typer.Option(help="Maximum scratch space in MB of a call.")]
+OutputChars = Annotated[
+    int | None, typer.Option(help="Maximum number of characters kept of each output stream.")
+]
 
 
 @app.command()
@@ -63,14 +69,15 @@ def serve(
         str, typer.Option(help="Address to listen on; a token is required beyond loopback.")
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)
+        int, typer.Option(help="Port to listen on; 0 chooses a free one.", min=0, max=65535)
     ] = PORT,
     isolation: Isolation = "auto",
     slots: Annotated[
-        int, typer.Option(help="Calls executed at once; 0 means one per core, plus one.", min=0)
+        int, typer.Option(help="Number of calls executed in parallel; 0 means cores + 1.", min=0)
     ] = 0,
     queue: Annotated[
-        int, typer.Option(help="Calls that may wait; above that, callers get status 429.", min=1)
+        int,
+        typer.Option(help="Maximum number of waiting calls; further ones get status 429.", min=1),
     ] = 50_000,
     token_file: Annotated[
         Path | None, typer.Option(help=f"File that contains the token (or set {TOKEN_VARIABLE}).")
@@ -173,9 +180,9 @@ async def _run_one(call: RunRequest, config: CodeEnvConfig) -> ToolResult:
 @app.command()
 def bench(
     seconds: Annotated[float, typer.Option(help="Seconds to measure each program.", min=0.1)] = 3.0,
-    concurrency: Annotated[int, typer.Option(help="Calls in flight at once.", min=1)] = 64,
+    concurrency: Annotated[int, typer.Option(help="Number of calls in flight.", min=1)] = 64,
     slots: Annotated[
-        int, typer.Option(help="Slots of the local server; 0 means one per core, plus one.", min=0)
+        int, typer.Option(help="Slots of the local server; 0 means cores + 1.", min=0)
     ] = 0,
     isolation: Isolation = "auto",
     url: Url = "",

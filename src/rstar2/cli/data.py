@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from rstar2.problems.prepare import ProblemSource
     from rstar2.types import Problem
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Prepare training data.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Prepare training data from public data sets."
+)
 
 
 @app.callback()
@@ -37,13 +39,16 @@ def problems(
     against: Annotated[
         list[str] | None,
         typer.Option(
-            help="Drop whatever shares 8 words in a row with this evaluation set. Repeatable."
+            help="Drop problems that share 8 words in a row with this evaluation set. Can be "
+            "repeated."
         ),
     ] = None,
     integers: Annotated[
         bool, typer.Option(help="Keep only integer answers, as in the paper.")
     ] = True,
-    digits: Annotated[int, typer.Option(min=1, help="Most digits of an integer answer.")] = 12,
+    digits: Annotated[
+        int, typer.Option(min=1, help="Maximum number of digits of an integer answer.")
+    ] = 12,
     verify: Annotated[
         bool,
         typer.Option(

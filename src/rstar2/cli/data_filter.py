@@ -44,15 +44,20 @@ Key = Annotated[
 ]
 Only = Annotated[
     list[str] | None,
-    typer.Option(help="Filter only problems of this source and keep all others. Repeatable."),
+    typer.Option(help="Filter only problems of this source and keep all others. Can be repeated."),
 ]
 Tools = Annotated[bool, typer.Option(help="Offer the Python tool to the model, as in training.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature.")]
 MaxLength = Annotated[
-    int, typer.Option(min=16, help="Most tokens of one rollout, as max_length in a recipe.")
+    int,
+    typer.Option(
+        min=16, help="Maximum number of tokens of one rollout, as max_length in a recipe."
+    ),
 ]
-Turns = Annotated[int, typer.Option(min=1, help="Most assistant turns of one answer.")]
-Concurrency = Annotated[int, typer.Option(min=1, help="Problems in flight at a time.")]
+Turns = Annotated[
+    int, typer.Option(min=1, help="Maximum number of assistant turns of one rollout.")
+]
+Concurrency = Annotated[int, typer.Option(min=1, help="Number of problems in flight.")]
 AllSamples = Annotated[
     bool,
     typer.Option("--all-samples", help="Draw all samples even when the result is already decided."),
@@ -95,8 +100,12 @@ class AnswerOptions:
 def agree(
     problems: Problems,
     out: Out,
-    matches: Annotated[int, typer.Option(min=1, help="Answers that must match the label.")] = 2,
-    samples: Annotated[int, typer.Option(min=1, max=64, help="Answers sampled per problem.")] = 16,
+    matches: Annotated[
+        int, typer.Option(min=1, help="Number of answers that must match the label.")
+    ] = 2,
+    samples: Annotated[
+        int, typer.Option(min=1, max=64, help="Number of answers per problem.")
+    ] = 16,
     model: Model = None,
     url: Url = None,
     served_model: Served = None,
@@ -133,7 +142,7 @@ def agree(
 def difficulty(
     problems: Problems,
     out: Out,
-    samples: Annotated[int, typer.Option(min=1, max=64, help="Answers sampled per problem.")] = 8,
+    samples: Annotated[int, typer.Option(min=1, max=64, help="Number of answers per problem.")] = 8,
     model: Model = None,
     url: Url = None,
     served_model: Served = None,

@@ -25,17 +25,23 @@ def sft(
             help="Share of a source in the mixture, as NAME=SHARE. Repeat for every source."
         ),
     ] = None,
-    total: Annotated[int | None, typer.Option(min=1, help="Most conversations to write.")] = None,
+    total: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of conversations.")
+    ] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Directory of a tokenizer. Lengths are then in tokens.")
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option(min=1, help="Drop conversations that are longer than this.")
+        int | None,
+        typer.Option(
+            min=1, help="Drop longer conversations (tokens with --tokenizer, else characters)."
+        ),
     ] = None,
     against: Annotated[
         list[str] | None,
         typer.Option(
-            help="Drop whatever shares 8 words in a row with this evaluation set. Repeatable."
+            help="Drop conversations that share 8 words in a row with this evaluation set. Can be "
+            "repeated."
         ),
     ] = None,
     keep_math: Annotated[

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-SOURCES_HELP = "[NAME=][READER:]FILE or [NAME=][READER:]hub:ID[#CONFIG][@REVISION][:SPLIT]"
+SOURCES_HELP = "Sources: [NAME=][READER:]FILE or [NAME=][READER:]hub:ID[#CONFIG][@REVISION][:SPLIT]"
 progress = Console(stderr=True, highlight=False)
 
 

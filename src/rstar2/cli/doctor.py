@@ -32,7 +32,9 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     cluster: Annotated[
         str | None,
-        typer.Option("--cluster", help="Examine every node of this Ray cluster (host:port, auto)."),
+        typer.Option(
+            "--cluster", help="Check every node of this Ray cluster (host:port, or auto)."
+        ),
     ] = None,
     run: Annotated[
         Path | None,
@@ -41,8 +43,8 @@ def doctor(
 ) -> None:
     """Show what this machine supports, its isolation level and the reason, and what to change.
 
-    The exit code is 1 if no isolation level is available; with --cluster, if a node differs so
-    that a run would fail.
+    The exit code is 1 if no isolation level is available. With --cluster, it is 1 if a run would
+    fail on one of the nodes.
     """
     if cluster is not None:
         from rstar2.cli.doctor_cluster import examine_cluster

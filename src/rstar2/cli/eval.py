@@ -1,4 +1,4 @@
-"""`rstar2 eval`: score a checkpoint, a run or an endpoint on benchmarks; compare two scores.
+"""`rstar2 eval`: score a checkpoint, a run or an endpoint; compare two evaluations.
 
     rstar2 eval runs/tiny-seed0 --preset run          reproduces the run's own evaluation exactly
     rstar2 eval DIR --on aime24 --preset paper        the paper's settings
@@ -64,7 +64,7 @@ Benchmarks = Annotated[
     list[str] | None,
     typer.Option(
         help="Benchmark to score: aime24, aime25, hmmt25, math500, gsm8k, gpqa, arithmetic, "
-        "NAME=FILE or FILE. Repeatable."
+        "NAME=FILE or FILE. Can be repeated."
     ),
 ]
 Preset = Annotated[
@@ -74,27 +74,36 @@ Preset = Annotated[
 Greedy = Annotated[
     bool, typer.Option("--greedy", help="Draw one answer per problem at temperature 0.")
 ]
-Samples = Annotated[int | None, typer.Option("--samples", "-k", min=1, help="Answers per problem.")]
+Samples = Annotated[
+    int | None, typer.Option("--samples", "-k", min=1, help="Number of answers per problem.")
+]
 Temperature = Annotated[float | None, typer.Option(min=0.0, help="Sampling temperature.")]
 TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Nucleus sampling threshold.")]
 MaxLength = Annotated[
-    int | None, typer.Option(min=16, help="Most tokens of prompt and completion.")
+    int | None, typer.Option(min=16, help="Maximum number of tokens of prompt and completion.")
 ]
-MaxTurns = Annotated[int | None, typer.Option(min=1, help="Most assistant turns.")]
+MaxTurns = Annotated[int | None, typer.Option(min=1, help="Maximum number of assistant turns.")]
 Count = Annotated[int | None, typer.Option(min=1, help="Use only the first COUNT problems.")]
 Seed = Annotated[int | None, typer.Option(help="Random seed for sampling.")]
 EngineKind = Annotated[str | None, typer.Option(help="Inference engine: embedded or vllm.")]
 Url = Annotated[str | None, typer.Option(help="Score this OpenAI-compatible endpoint.")]
-ServedModel = Annotated[str | None, typer.Option(help="Name of the model at the endpoint.")]
+ServedModel = Annotated[
+    str | None, typer.Option(help="Name of the model at the endpoint, with --url.")
+]
 ApiKey = Annotated[
     str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key of the endpoint.")
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override a recipe setting. Repeatable."),
+    typer.Option(
+        "--set", "-s", metavar="KEY=VALUE", help="Override a recipe setting. Can be repeated."
+    ),
 ]
-Concurrency = Annotated[int | None, typer.Option(min=1, help="Rollouts in flight at a time.")]
-Out = Annotated[Path | None, typer.Option(help="Directory of this evaluation.")]
+Concurrency = Annotated[int | None, typer.Option(min=1, help="Number of rollouts in flight.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="Directory of the answers and results. The default is evals/NAME."),
+]
 Rescore = Annotated[
     bool, typer.Option("--rescore", help="Grade the stored answers again and generate none.")
 ]

@@ -1,4 +1,4 @@
-"""`rstar2 plan`: does a recipe fit a cluster, how long would it take, and what would it cost."""
+"""`rstar2 plan`: estimates memory, time and cost of a recipe on a cluster of GPUs."""
 
 from __future__ import annotations
 
@@ -15,30 +15,39 @@ from rstar2.types import encode
 
 def plan(
     recipe: Annotated[
-        str, typer.Argument(help="a recipe: a YAML file or the name of a shipped one")
+        str, typer.Argument(help="A recipe: a YAML file, or the name of a shipped recipe.")
     ],
     cluster: Annotated[
-        str, typer.Option("--cluster", help="GPUs: 64xMI300X, 8xH100, 1x4090, or nodes: 8x8xH200")
+        str,
+        typer.Option(
+            "--cluster", help="GPUs as COUNTxNAME (64xMI300X) or NODESxCOUNTxNAME (8x8xH200)."
+        ),
     ],
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", "-s", metavar="KEY=VALUE", help="override a setting (repeatable)"),
+        typer.Option(
+            "--set", "-s", metavar="KEY=VALUE", help="Override a setting. Can be repeated."
+        ),
     ] = None,
     assume: Annotated[
         list[str] | None,
-        typer.Option("--assume", "-a", metavar="NAME=VALUE", help="change an assumption"),
+        typer.Option(
+            "--assume", "-a", metavar="NAME=VALUE", help="Change an assumption. Can be repeated."
+        ),
     ] = None,
-    cores: Annotated[int, typer.Option(help="CPU cores of a node [12 for each GPU]")] = 0,
-    price: Annotated[float | None, typer.Option(help="dollars an hour for one GPU")] = None,
+    cores: Annotated[int, typer.Option(help="CPU cores per node; 0 means 12 per GPU.")] = 0,
+    price: Annotated[
+        float | None, typer.Option(help="Price of one GPU in dollars per hour.")
+    ] = None,
     simulate: Annotated[
         bool,
-        typer.Option("--simulate", help="generation by the simulator, with the real scheduler"),
+        typer.Option("--simulate", help="Estimate generation with the rollout simulator."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Say before paying for GPUs: does it fit, step time by part, total time and cost.
+    """Estimate memory, step time by part, total time and cost of a recipe on a cluster.
 
-    Exit code 1 if the recipe would not work on that cluster as it is.
+    The exit code is 1 if the recipe does not fit the cluster.
     """
     from rstar2.plan.page import render
 
@@ -73,7 +82,7 @@ def _instead(machines: Cluster, assume: Assumptions) -> dict[str, tuple[Cluster,
         last_length=min(0.9, 1.5 * assume.last_length),
     )
     return {
-        "training reaches half of the assumed arithmetic": (replace(machines, gpu=slower), assume),
+        "training reaches half of the assumed FLOPs": (replace(machines, gpu=slower), assume),
         "decoding reaches half of the assumed bandwidth": (
             machines,
             replace(assume, decode_bandwidth=assume.decode_bandwidth / 2),
@@ -82,12 +91,12 @@ def _instead(machines: Cluster, assume: Assumptions) -> dict[str, tuple[Cluster,
             replace(machines, gpu=slower),
             replace(assume, decode_bandwidth=assume.decode_bandwidth / 2),
         ),
-        "rollouts are half as long again (at most 0.9 of the limit)": (machines, longer),
-        "the learner's state is on the host while engines generate": (
+        "rollouts are 50% longer (at most 0.9 of the limit)": (machines, longer),
+        "the learner's state is in host memory during generation": (
             machines,
             replace(assume, host_state=1),
         ),
-        "no group has to be drawn again": (machines, replace(assume, extra_groups=0.0)),
+        "no groups are drawn again": (machines, replace(assume, extra_groups=0.0)),
     }
 
 

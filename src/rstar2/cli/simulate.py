@@ -35,7 +35,7 @@ makespan / lower bound, where no schedule can beat the lower bound; docs/schedul
 
 \b
 Examples:
-  rstar2 simulate --jobs 8             all policies, all workloads (about an hour)
+  rstar2 simulate --jobs 8             all policies, all workloads
   rstar2 simulate stage2 --scale 0.25  a quarter of one workload, on 4 engines
   rstar2 simulate stage3 --policies reserve,aimd --timeline out/
   rstar2 simulate --trace runs/tiny --stage stage1 --step 3 --engine model.json

@@ -55,10 +55,14 @@ RunOption = Annotated[
 ]
 SeedOption = Annotated[int | None, typer.Option(help="Override the recipe's seed.")]
 FreshOption = Annotated[
-    bool, typer.Option("--fresh", help="Remove an earlier run and start again.")
+    bool,
+    typer.Option("--fresh", help="Delete an earlier run in the run directory and start again."),
 ]
 DryOption = Annotated[
-    bool, typer.Option("--dry-run", help="Print the resolved recipe and the origin of each value.")
+    bool,
+    typer.Option(
+        "--dry-run", help="Print the resolved recipe and the origin of each value, and exit."
+    ),
 ]
 RayOption = Annotated[
     str | None,
@@ -93,7 +97,7 @@ def quickstart(
     fresh: FreshOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Train the tiny agent with the whole recipe on this machine, in minutes."""
+    """Train the tiny agent with the whole recipe on this machine. Resumes a stopped run."""
     loaded = load_recipe("tiny", set_ or (), seed=seed)
     Console(stderr=True, highlight=False).print(INTRO)
     execute(loaded.recipe, run, fresh=fresh, json=json)
@@ -108,7 +112,7 @@ def sft(
     dry_run: DryOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Run only the SFT stage of a recipe and evaluate the result."""
+    """Run only the SFT stage of a recipe and evaluate the result. Resumes a stopped run."""
     loaded = load_recipe(recipe, [*(set_ or ()), "rl.stages=[]"], seed=seed)
     if loaded.recipe.sft is None:
         raise RecipeError(f"recipe {loaded.recipe.name} has no SFT stage (sft: null)")

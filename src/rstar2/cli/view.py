@@ -17,10 +17,10 @@ DEFAULT_PORT = 8765
 def view(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Run directories, or directories that hold some."),
+        typer.Argument(metavar="RUN...", help="Run directories, or directories that contain them."),
     ],
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 chooses a free one.")
     ] = DEFAULT_PORT,
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = False,
 ) -> None:

@@ -91,8 +91,8 @@ def score_table(results: EvalResults) -> Group:
         "tokens",
         "turns",
         "calls",
-        "tool-error\nrate",
-        "in correct\nrollouts",
+        "tool\nerrors",
+        "tool errors\nin correct",
         "truncated",
         "time",
     ]

@@ -56,7 +56,7 @@ class StageKind(StrEnum):
 class ProgressView(Protocol):
     """What the controller reports, in this order; `stage` to `note` repeat.
 
-    Calls are cheap, never block and never fail a run; metrics have the names of record.py.
+    Calls are cheap, never block and never fail a run. `record/__init__.py` lists the metrics.
     """
 
     def open(self, recipe: Recipe, run: Path) -> None:
@@ -326,25 +326,25 @@ class LiveView:
             text.append(f"  {name}", style="dim").append(f"{value:>6} ", style="bold")
             text.append(f"{marks:<{HISTORY}}", style=style)
 
-        cell("reward  ", percent(v.get("reward")), sparkline(past.get("reward", ()), 0, 1), "green")
+        cell("reward ", percent(v.get("reward")), sparkline(past.get("reward", ()), 0, 1), "green")
         failing = past.get("failing_calls_in_correct", ())
         value = percent(v.get("failing_calls_in_correct"))
-        cell("errors in correct ", value, sparkline(failing, 0), "yellow")
+        cell("tool errors in correct ", value, sparkline(failing, 0), "yellow")
         text.append("\n")
         cell(
-            "length  ", count("response_length"), sparkline(past.get("response_length", ())), "blue"
+            "length ", count("response_length"), sparkline(past.get("response_length", ())), "blue"
         )
         cell(
-            "truncated         ",
+            "truncated              ",
             percent(v.get("truncated")),
             f" no answer {percent(v.get('no_answer'))}",
         )
         text.append("\n")
         dropped = f" {count('groups/dropped')} dropped, {count('groups/refilled')} refilled"
-        cell("groups  ", count("groups/used"), dropped)
+        cell("groups ", count("groups/used"), dropped)
         text.append("  mismatch", style="dim").append(mismatch(v).rjust(15), style="bold")
         text.append("\n")
-        text.append("  step    ", style="dim")
+        text.append("  step   ", style="dim")
         text.append(f"{v.get('time/step') or 0:.1f} s".rjust(6), style="bold")
         text.append_text(self._split())
         if lost := int(v.get("rollouts/lost") or 0):

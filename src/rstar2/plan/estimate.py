@@ -180,7 +180,7 @@ def learner_fit(recipe: Recipe, cluster: Cluster, shape: ModelShape, layout: Lay
     layer = shape.parameters / shape.layers
     return MemoryFit(
         {
-            f"state, {STATE_BYTES} B a parameter / {layout.ranks} ranks": (
+            f"state, {STATE_BYTES} B per parameter / {layout.ranks} ranks": (
                 STATE_BYTES * shape.parameters / layout.ranks / GB
             ),
             "gathered layers": (0.0 if layout.ranks == 1 else 2 * 2 * layer * 2 / GB),
@@ -207,7 +207,7 @@ def engine_fit(
     room = limit - sum(parts.values())
     if layout.colocated and not assume.host_state:
         state = STATE_BYTES * shape.parameters / layout.ranks / GB
-        parts["learner's state beside it"] = state
+        parts["learner's state on the same GPU"] = state
         room = room - state if state < 0.9 * room else room
     per_token = 2 * shape.kv_numbers / layout.tensor_parallel
     tokens = max(0, int(room * GB / per_token))
@@ -228,19 +228,19 @@ def _problems(
         enough = _enough(recipe, cluster, shape)
         problems.append(
             f"the learner needs {learner.total:.1f} GB on each GPU, {learner.limit:.1f} GB are "
-            f"there; it fits on {enough} of them (state is sharded), or with a smaller model"
+            f"available; it fits on {enough} of them (state is sharded), or use a smaller model"
         )
     if not engine.fits:
         problems.append(
             f"an engine and the learner's state need {engine.total:.1f} GB on the same GPU, "
-            f"{engine.limit:.1f} GB can be used: the times below hold for engines that have the "
-            "GPU to themselves while they generate"
+            f"{engine.limit:.1f} GB are available; the times below assume that the engine has the "
+            "GPU to itself while it generates"
         )
     worst = max(stages, key=lambda s: s.cores_needed, default=None)
     if worst is not None and worst.cores_needed > cluster.cores:
         problems.append(
             f"{worst.load.name} needs {worst.cores_needed:.0f} cores for its tool calls, the "
-            f"cluster has {cluster.cores}: more code environments, or steps wait for them"
+            f"cluster has {cluster.cores}; add code environments, or steps will wait for tool calls"
         )
     return problems
 

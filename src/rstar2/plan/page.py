@@ -16,7 +16,7 @@ def render(plan: Plan, others: dict[str, float]) -> str:
 
 def _head(plan: Plan) -> Iterator[str]:
     cluster, layout = plan.cluster, plan.layout
-    where = "take turns on the same GPUs" if layout.colocated else "on GPUs of their own"
+    where = "sharing GPUs" if layout.colocated else "on separate GPUs"
     yield f"{plan.recipe}: {plan.model}, {plan.shape.parameters / 1e9:.2f}B parameters"
     yield (
         f"on {cluster.gpus} x {cluster.gpu.name} ({cluster.nodes} node(s), {cluster.cores} cores): "
@@ -25,13 +25,13 @@ def _head(plan: Plan) -> Iterator[str]:
     )
     yield ""
     for problem in plan.problems:
-        yield f"DOES NOT WORK AS IT IS: {problem}"
+        yield f"PROBLEM: {problem}"
     if plan.problems:
         yield ""
 
 
 def _memory(plan: Plan) -> Iterator[str]:
-    yield "memory of one GPU, GB"
+    yield "memory per GPU, GB"
     for name, fit in (("generating", plan.engine), ("learning", plan.learner)):
         yield f"  {name:<12} {fit.total:7.1f} of {fit.limit:.1f}   {_parts(fit)}"
     yield f"  an engine's KV cache holds {plan.kv_tokens:,} tokens"
@@ -65,20 +65,19 @@ def _total(plan: Plan, others: dict[str, float]) -> Iterator[str]:
         ("SFT", plan.sft_s),
         ("difficulty filter", plan.filter_s),
         ("evaluation", plan.evaluation_s),
-        ("all", plan.total_s),
+        ("total", plan.total_s),
     )
     yield "whole run"
     for name, seconds in rows:
         yield f"  {name:<20} {_duration(seconds):>12}"
-    yield (
-        f"  {'cost':<20} {plan.dollars:>10,.0f} $  ({plan.cluster.dollars_per_hour:,.2f} $ an hour)"
-    )
+    rate = f"{plan.cluster.dollars_per_hour:,.2f} $ per hour"
+    yield f"  {'cost':<20} {plan.dollars:>10,.0f} $  ({rate})"
     yield ""
-    yield "if instead"
+    yield "total if instead"
     for what, seconds in others.items():
         yield f"  {what:<60} {_duration(seconds):>12}"
     yield ""
-    yield "assumed (change with --assume NAME=VALUE)"
+    yield "assumptions (change one with --assume NAME=VALUE)"
     for field in fields(Assumptions):
         yield f"  {field.name:<20} {getattr(plan.assume, field.name):g}"
     yield f"  {'train_mfu':<20} {plan.cluster.gpu.train_mfu:g} (of the GPU)"

@@ -35,7 +35,7 @@ class Assumptions:
     call_s: float = 0.3
     """Wait for one tool call (paper: 0.3 s mean, end to end)."""
     calls_per_core_s: float = 100.0
-    """Tool calls that one core executes a second (measured: 41 with SymPy, 177 of a print)."""
+    """Tool calls per second of one core (docs/benchmarks.md: 53 with SymPy, 333 of a print)."""
     extra_groups: float = 0.25
     """Groups drawn again because all rewards were equal, as a share of a step's problems."""
     decode_bandwidth: float = 0.6

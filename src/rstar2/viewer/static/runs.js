@@ -31,7 +31,7 @@ function view(heads, curves) {
   return [
     h("h1", null, heads.length === 1 ? "One run" : `${heads.length} runs`),
     h("div.scroll", null, h("table.runs", null,
-      h("thead", null, h("tr", null, ["run", "", "recipe", "seed", "RL steps", "reward", "", "accuracy, first → last", "tool-error rate in correct", "length", "time", "last step"].map((t) => h(t === "recipe" ? "th.left" : "th", null, t)))),
+      h("thead", null, h("tr", null, ["run", "", "recipe", "seed", "RL steps", "reward", "", "accuracy, first → last", "tool-error rate in correct rollouts", "mean length", "time", "last step"].map((t) => h(t === "recipe" ? "th.left" : "th", null, t)))),
       h("tbody", null, heads.map((r) => row(r, curves.get(r.name)))))),
     ...heads.filter((r) => r.trouble).map((r) => h("p.notice.bad", { role: "alert" }, h("b", null, r.name), `: ${r.trouble}`)),
     h("h2", null, "Comparison"),

@@ -5,6 +5,7 @@ import { at, get } from "/static/api.js";
 import { number, percent, plural, seconds, whole, words } from "/static/format.js";
 import { bar, crumbsOf, dots, legendOfDots, tabs, turner } from "/static/parts.js";
 
+const LABELS = { failing_calls_in_correct: "tool-error rate in correct rollouts", tool_errors: "tool-error rate" };
 const SHOWN = [["reward", percent], ["failing_calls_in_correct", percent], ["tool_errors", percent], ["response_length", whole], ["truncated", percent], ["entropy", number], ["mismatch/abs", number], ["time/step", seconds]];
 
 export async function load({ run, stage, step }, query, context) {
@@ -44,7 +45,7 @@ function figures(metrics) {
   const known = SHOWN.filter(([name]) => metrics[name] !== undefined && metrics[name] !== null);
   if (!known.length) return null;
   const all = Object.entries(metrics);
-  return h("div", null, h("div.figures", null, known.map(([name, format]) => h("span.figure", null, h("b", null, format(metrics[name])), h("small", null, words(name))))),
+  return h("div", null, h("div.figures", null, known.map(([name, format]) => h("span.figure", null, h("b", null, format(metrics[name])), h("small", null, LABELS[name] || words(name))))),
     h("details.small", null, h("summary.muted", null, `all ${all.length} metrics`), h("div.columns", null, all.map(([k, v]) => h("div.kv", null, h("span.muted", null, k), h("span", null, number(v)))))));
 }
 
