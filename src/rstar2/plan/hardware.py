@@ -31,7 +31,7 @@ class Gpu:
     train_mfu: float
     """Share of the arithmetic that training reaches: the software's doing, not the chip's."""
     price: float
-    """US dollars an hour."""
+    """US dollars per hour."""
 
 
 GPUS = {
