@@ -236,7 +236,7 @@ def test_the_tiny_recipe_can_start_here(tmp_path: Path) -> None:
 def test_a_taken_port_is_refused(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(RecipeError, match=f"codeenv.port = {port} .* is taken"):
+        with pytest.raises(RecipeError, match=f"codeenv.port = {port} .* is already in use"):
             preflight(tiny(f"codeenv.port={port}"), tmp_path)
 
 
@@ -252,7 +252,7 @@ def test_a_missing_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(RecipeError, match="no such directory"):
         check_model(tiny("model.path=/no/such/model"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RecipeError, match=r"holds no config\.json"):
+    with pytest.raises(RecipeError, match=r"has no config\.json"):
         check_model(tiny(f"model.path={tmp_path / 'empty'}"))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")

@@ -71,7 +71,7 @@ def wrong_recipes(tmp_path: Path, port: int) -> list[tuple[list[str], str]]:
         (["tiny", "--set", "rl.stages.stage3.max_length=9999"], "longer than model.max_length"),
         (["tiny", "--set", "model.path=/no/such/model"], "no such directory"),
         (["tiny", "--set", "engine.kv_tokens=900000000000"], "GiB of memory"),
-        (["tiny", "--set", f"codeenv.port={port}"], "is taken"),
+        (["tiny", "--set", f"codeenv.port={port}"], "is already in use"),
         (["tiny", "--run", "file/run"], "is a file"),
         (["tiny", "--run", "/proc/run"], "cannot be written"),
         (["tinny"], "did you mean tiny?"),

@@ -66,8 +66,8 @@ def check_supported(recipe: Recipe) -> None:
     if (own_servers or engine.weight_transfer == "nccl") and find_spec("vllm") is None:
         raise RecipeError(
             "engine.kind = vllm: vLLM is not installed in this environment. On GPUs: pip install "
-            "'rstar2[vllm]'; on CPUs: make .venv-vllm and use its rstar2 (docs/engines.md); or "
-            "give servers in engine.urls"
+            "'rstar2[vllm]'. On CPUs: make .venv-vllm/.installed and use .venv-vllm/bin/rstar2 "
+            "(docs/engines.md). Or give servers in engine.urls"
         )
 
 
@@ -99,7 +99,7 @@ def check_port(recipe: Recipe) -> None:
             probe.bind((env.host, env.port))
         except OSError as error:
             taken = error.errno == errno.EADDRINUSE
-            reason = "is taken" if taken else f"cannot be had: {error.strerror}"
+            reason = "is already in use" if taken else f"is not available: {error.strerror}"
             raise RecipeError(
                 f"codeenv.port = {env.port} on {env.host} {reason}: "
                 "choose another, or 0 for any free one"
@@ -133,7 +133,7 @@ def check_data(path: str, name: str, recipe: Recipe) -> None:
         count = sum(1 for line in lines if line.strip())
     if count < recipe.rl.prompts_per_step:
         raise RecipeError(
-            f"rl.problems = {name} holds {count} problems, fewer than one step draws "
+            f"rl.problems = {name} has {count} problems, fewer than one step draws "
             f"(rl.prompts_per_step = {recipe.rl.prompts_per_step})"
         )
 
@@ -157,7 +157,7 @@ def check_model(recipe: Recipe) -> ModelSize | None:
             return None
         directory = cached
     if not (directory / CONFIG_FILE).is_file():
-        raise RecipeError(f"model.path = {name} holds no config.json: it is not a model directory")
+        raise RecipeError(f"model.path = {name} has no config.json: it is not a model directory")
     try:
         config = read_model_config(directory)
     except UndescribedModelError:
