@@ -293,7 +293,7 @@ def test_missing_or_too_little_data_is_refused(tmp_path: Path) -> None:
         check_data("sft.data", str(tmp_path / "gone.jsonl"), tiny())
     few = tmp_path / "few.jsonl"
     few.write_text('{"id": 1}\n' * 5)
-    with pytest.raises(RecipeError, match="holds 5 problems"):
+    with pytest.raises(RecipeError, match="has 5 problems"):
         check_data("rl.problems", str(few), tiny())
 
 
