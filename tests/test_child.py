@@ -1,4 +1,4 @@
-"""A supervised child: it answers, ends in order or by force, and never outlives its parent."""
+"""A supervised child: it answers, is stopped or killed, and never outlives its parent."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def start() -> AsyncIterator[Start]:
         await child.stop()
 
 
-async def test_it_answers_and_stops_in_order(start: Start) -> None:
+async def test_it_answers_and_stops_gracefully(start: Start) -> None:
     child = start(SLEEP)
     assert await child.ready(child.read_line(), LONG_S) == b"up\n"
     assert child.running

@@ -1,16 +1,16 @@
-"""A supervised child process: started, awaited, stopped, explained, and never left behind. Linux.
+"""A supervised child process, which never outlives its parent. Linux only.
 
     Child(...) -> ready(until it serves) -> wait() or stop() -> post_mortem()
 
-Promises:
-- The child leads a session and process group of its own: Ctrl-C at a terminal reaches only its
-  parent, which then stops it in order.
-- The child ends with its parent, also when the parent is killed with -9, in one of two ways. The
+Guarantees:
+- The child leads its own session and process group: Ctrl-C at a terminal reaches only its parent,
+  which then stops it gracefully.
+- The child ends with its parent, even if the parent is killed with -9, in one of two ways. The
   kernel sends it `parent_death_signal` (PR_SET_PDEATHSIG, set before the command runs; the kernel
   watches the *thread* that started the child). Or the child watches its stdin or another inherited
   descriptor itself: the kernel closes the other end when the parent dies, and the child can then
   clean up.
-- `stop` asks with SIGTERM, waits for the grace period, then kills the whole group.
+- `stop` sends SIGTERM, waits for the grace period, then kills the whole group.
 - Nothing blocks the event loop, and every wait has a deadline except `wait`.
 
 Processes that `multiprocessing` forks (the ranks of a learner) are not children of this kind: they
@@ -41,16 +41,16 @@ import ctypes, os, sys
 number, parent, *command = sys.argv[1:]
 if ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, int(number), 0, 0, 0) != 0:
     sys.exit("prctl(PR_SET_PDEATHSIG) failed")
-if os.getppid() == int(parent):  # otherwise the parent died before the kernel was asked
+if os.getppid() == int(parent):  # otherwise the parent died before the call to prctl
     os.execvp(command[0], command)
 """
-"""Replaces itself by the command. Not `preexec_fn`, which can deadlock where threads run."""
+"""Replaces itself with the command. `preexec_fn` could deadlock in a process with threads."""
 
 T = TypeVar("T")
 
 
 class Child:
-    """One child process, running from construction on."""
+    """One child process, started by the constructor."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class Child:
     ) -> None:
         """Start a command.
 
-        `parent_death_signal` is None where the child watches a descriptor instead. `stdin` is
+        `parent_death_signal` is None if the child watches a descriptor instead. `stdin` is
         written to the child's stdin, which then stays open until `stop`; None gives /dev/null.
         Stdout is a pipe for `read_line` if `reads_line`, else /dev/null. Stderr is inherited, or
-        /dev/null if `quiet`. `log` takes both; lines are appended. `kills_group=False` leaves the
-        other processes of the group to the caller when the child has ended.
+        /dev/null if `quiet`. Both are appended to `log` if it is given. `kills_group=False` leaves
+        the other processes of the group to the caller when the child has ended.
         """
         self.name, self.log, self.grace_s = name, log, grace_s
         self._kills_group = kills_group
@@ -174,7 +174,7 @@ class Child:
                 self._lines_transport.close()
 
     def kill(self) -> None:
-        """End it now. Nothing else that it started is left, unless `kills_group` is off."""
+        """Kill it, and the other processes of its group unless `kills_group` is off."""
         if self._process.returncode is None:
             os.kill(self.pid, signal.SIGKILL)
             if self._kills_group:
@@ -192,7 +192,7 @@ class Child:
         return f"{self.describe_end()}; its last output:\n{lines}" if lines else self.describe_end()
 
     def _ended(self) -> bool:
-        """Whether it has ended. It stays a zombie, so that its id is not given to another."""
+        """Whether it has ended. It stays a zombie, so that its process id is not reused."""
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self.pid, flags) is not None
 
@@ -238,7 +238,7 @@ def die_with_parent(parent: int) -> None:
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
-        sys.exit(0)  # it died before the kernel was asked
+        sys.exit(0)  # the parent died before the call to prctl
 
 
 def call_when_closed(descriptor: int, action: Callable[[], object]) -> None:

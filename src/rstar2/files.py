@@ -2,7 +2,7 @@
 
 The content is written to a temporary sibling, synced to disk, then renamed. After a crash at any
 moment a reader sees the old content or the new content, never a part. A path has one writer at a
-time; the leftover of a writer that was killed is removed by the next one.
+time; the next writer removes what a killed writer left.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def replacing_directory(path: Path) -> Iterator[Path]:
 
 
 def remove_unfinished(parent: Path) -> None:
-    """Remove what killed writers of directories left in `parent`, whatever path they wrote."""
+    """Remove the temporary directories that killed writers left in `parent`."""
     for leftover in (*parent.glob(".*.writing"), *parent.glob(".*.replaced")):
         shutil.rmtree(leftover)
 

@@ -1,7 +1,7 @@
-"""Keep freed memory in the process, so that the next tensor of that size costs no page faults.
+"""Keep freed memory in the process, so that the next tensor of that size causes no page faults.
 
-glibc gives large blocks back to the kernel as soon as they are freed. A training or decoding step
-allocates the same few sizes over and over, and the kernel clears the same pages again for each.
+glibc returns large blocks to the kernel as soon as they are freed. Training and decoding steps
+allocate the same few sizes repeatedly, and the kernel would zero the pages again each time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _LARGEST = (1 << 31) - 1
 
 
 def keep_freed_memory() -> bool:
-    """Serve all sizes from malloc's heap and never trim it; False where libc has no such knob."""
+    """Serve all sizes from malloc's heap and never trim it; False if libc has no mallopt."""
     if sys.platform != "linux":
         return False
     libc = ctypes.CDLL(None)

@@ -1,9 +1,8 @@
 """A model's shape and settings, read from the config.json of its transformers directory.
 
-The one reader of that file: the embedded engine, the checks before a run and the planner all use
-it. It does not import transformers, whose configuration classes take longer to import than an
-engine worker takes to start. A value that the file leaves out has the default of the transformers
-class of its architecture.
+The embedded engine, the checks before a run and the planner all use this reader. It does not import
+transformers, whose configuration classes take longer to import than an engine worker takes to
+start. Missing values have the defaults of the architecture's transformers class.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ CONFIG_FILE = "config.json"
 
 
 class UndescribedModelError(UserError):
-    """A config.json without the sizes of a decoder: an architecture that names them otherwise."""
+    """A config.json without the sizes of a decoder: the architecture uses other names."""
 
     def __init__(self, message: str, architecture: str) -> None:
         super().__init__(message)
@@ -39,28 +38,28 @@ class ModelShape:
     intermediate: int
     vocabulary: int
     tied: bool = False
-    """Whether the output layer uses the weights of the embedding."""
+    """Whether the output layer shares the weights of the embedding."""
 
     @property
     def parameters(self) -> int:
-        """Number of weights of all matrices; norms are left out."""
+        """Number of parameters of all matrices; norms are not counted."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         layer = attention + 3 * self.hidden * self.intermediate
         return self.layers * layer + self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property
     def kv_numbers(self) -> int:
-        """Numbers in the KV cache for each token."""
+        """Number of values in the KV cache per token."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
     def attention_flops(self, context: float) -> float:
-        """Operations of attention for one token with `context` tokens before it."""
+        """FLOPs of attention for one token with `context` tokens before it."""
         return 4.0 * self.layers * self.heads * self.head_dim * context
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding: its type, base, and the part of a head that it rotates."""
+    """Rotary position embedding: its type, base, and the share of a head that it rotates."""
 
     kind: str = "default"
     theta: float = 10_000.0
@@ -69,20 +68,20 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """What rstar2 needs of a config.json."""
+    """The settings of a config.json that rstar2 uses."""
 
     directory: Path
     architecture: str
-    """`model_type` of the file, empty where it has none."""
+    """`model_type` of the file; empty if it has none."""
     shape: ModelShape
     norm_eps: float
     rope: RopeConfig
     activation: str
     sliding_window: bool
     max_length: int | None
-    """Positions that the model was made for; None where the file does not say."""
+    """Maximum number of positions; None if the file does not say."""
     dtype: str | None
-    """Type of the saved weights; None where the file does not say."""
+    """Type of the saved weights; None if the file does not say."""
 
 
 _QWEN = 151_936
@@ -97,7 +96,7 @@ KNOWN_SHAPES = {
     "smollm2": ModelShape(576, 30, 9, 3, 64, 1536, 49_152, tied=True),
     "tiny": ModelShape(128, 3, 4, 2, 32, 384, 768, tied=True),
 }
-"""Shapes of models that need not be on this machine."""
+"""Shapes of known models, for which no config.json is needed."""
 
 
 def find_shape(path: str) -> ModelShape:
@@ -116,7 +115,7 @@ def find_shape(path: str) -> ModelShape:
 
 
 def read_model_config(directory: Path) -> DecoderConfig:
-    """Read a directory's config.json; UndescribedModelError where sizes are missing."""
+    """Read a directory's config.json; UndescribedModelError if sizes are missing."""
     file = directory / CONFIG_FILE
     if not file.is_file():
         raise UserError(
@@ -144,8 +143,8 @@ def _shape(file: Path, fields: dict[str, Any]) -> ModelShape:
     architecture = fields.get("model_type") or ""
     try:
         hidden, heads = int(fields["hidden_size"]), int(fields["num_attention_heads"])
-        # Qwen2Config and Qwen3Config have 32 KV heads unless the file names a number, or null for
-        # as many as heads. Qwen3Config alone does not derive head_dim from the hidden size.
+        # Qwen2Config and Qwen3Config have 32 KV heads unless the file gives a number; null means
+        # as many as heads. Only Qwen3Config does not derive head_dim from the hidden size.
         default_kv_heads = 32 if architecture in ("qwen2", "qwen3") else heads
         default_head_dim = 128 if architecture == "qwen3" else hidden // heads
         return ModelShape(

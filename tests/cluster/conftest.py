@@ -1,6 +1,6 @@
 """Tests that need Ray run where it is installed (`make test-cluster`); the others run everywhere.
 
-Faults that were injected end in a table at the end of the output.
+A table of the injected faults is printed at the end of the output.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lines of the table of faults, filled by test_ray.py and printed at the end (conftest.py)."""
+"""Lines of the fault table, filled by test_ray.py and printed at the end (conftest.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node is told to be wrong with, before a run is."""
+"""The faults of a node that `rstar2 doctor --cluster` reports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_machine_agrees_with_itself(own: dict[str, Any]) -> None:
         (lambda n: n["python"].update(version="2.7.1"), "Python 2.7.1"),
         (lambda n: n["isolation"].update(level=None, reason="no seccomp"), "no seccomp"),
         (lambda n: n.update(shm_free_gb=0.1), "shared memory"),
-        (lambda n: n.update(shared=False), "does not see the run directory"),
+        (lambda n: n.update(shared=False), "the run directory is not visible"),
         (lambda n: n.update(clock=0.0), "clock"),
     ],
 )
@@ -41,5 +41,5 @@ def test_each_difference_is_named(own: dict[str, Any], change: Any, named: str) 
 
 def test_a_node_that_does_not_answer_is_a_fault(own: dict[str, Any]) -> None:
     assert faults_of("GetTimeoutError: 120 s", own) == [
-        "it could not be examined: GetTimeoutError: 120 s"
+        "the node could not be examined: GetTimeoutError: 120 s"
     ]

@@ -1,4 +1,4 @@
-"""Who goes where: room is never given twice, engines are spread, ranks with GPUs are packed."""
+"""Placement: no resource is assigned twice, engines are spread, ranks with GPUs are packed."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def test_colocated_parts_share_gpus_and_others_do_not(colocate: bool, room: int)
     ledger = Ledger(nodes(1, cpus=16, gpus=4))
     for rank in range(2):
         assert ledger.take(rank_need(made, rank, gpus=True)) is not None
-    found = [ledger.take(engine_need(made, i, gpus=True)) for i in range(4)]
-    assert sum(place is not None for place in found) == room
+    places = [ledger.take(engine_need(made, i, gpus=True)) for i in range(4)]
+    assert sum(place is not None for place in places) == room
 
 
-def test_a_lost_node_takes_its_parts_with_it_and_they_can_go_elsewhere() -> None:
+def test_the_parts_of_a_lost_node_can_be_placed_elsewhere() -> None:
     ledger = Ledger(nodes(2, cpus=2))
     needs = [Need(f"p{i}", 1) for i in range(4)]
     for need in needs:
@@ -75,7 +75,7 @@ def test_a_lost_node_takes_its_parts_with_it_and_they_can_go_elsewhere() -> None
     assert ledger.place_of("p1") is None
 
 
-def test_nothing_is_given_twice_whatever_happens() -> None:
+def test_no_resource_is_assigned_twice() -> None:
     rng = random.Random(0)
     ledger = Ledger(nodes(3, cpus=4, gpus=4))
     held: dict[str, tuple[str, tuple[int, ...]]] = {}

@@ -1,7 +1,7 @@
 """The tiny recipe on two Ray nodes: the same numbers as on one machine, and every fault survived.
 
-The nodes are real Ray nodes (raylets and workers of their own) on this machine. A run is the
-command `rstar2 train` in a process of its own; faults are kill -9, SIGSTOP and removed nodes.
+The nodes are real Ray nodes (with their own raylets and workers) on this machine. A run is the
+command `rstar2 train` in a separate process; faults are kill -9, SIGSTOP and removed nodes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ DEADLINE_S = 900.0
 STEPS = 3
 FAULT_STEPS = 36
 HANG_S = float(os.environ.get("RSTAR2_TEST_HANG_S", "20"))
-"""On a machine that is busy with other things an engine may seem to hang: give it longer there."""
+"""An engine on a busy machine may seem to hang: use a longer time there."""
 
 
 # --------------------------------------------------------------------------- runs
 
 
 def recipe(directory: Path, **sections: Any) -> Path:
-    """The tiny recipe, so short that a test can afford it, as a file."""
+    """Write the tiny recipe, shortened for tests, to a file."""
     values: dict[str, Any] = {
         "extends": "tiny",
         "name": "tiny-short",
@@ -89,9 +89,9 @@ def steps(run: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a short SFT makes of the tiny model: enough to answer now and then.
+    """The tiny model after a short SFT, which answers some problems correctly.
 
-    RSTAR2_TEST_POLICY names an export to use instead of making one.
+    RSTAR2_TEST_POLICY names an existing export to use instead.
     """
     if given := os.environ.get("RSTAR2_TEST_POLICY"):
         return Path(given)
@@ -110,7 +110,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TwoNodes:
-    """The cluster, by its process: what Ray leaves behind in a process stays out of this one."""
+    """The cluster in a separate process, which keeps Ray's global state out of this one."""
 
     def __init__(self, log: Path) -> None:
         script = Path(__file__).with_name("two_nodes.py")
@@ -142,7 +142,7 @@ class TwoNodes:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
-    """A head node and one more, with room for everything on either."""
+    """A head node and a second node, each with room for everything."""
     nodes = TwoNodes(tmp_path_factory.mktemp("nodes") / "log")
     yield nodes
     nodes.close()
@@ -175,7 +175,7 @@ def test_two_nodes_train_as_one_machine_does(
 
 
 def figures_of(metrics: dict[str, Any]) -> dict[str, float]:
-    """What must not depend on where it was computed; files of weights have a header."""
+    """The metrics that must not depend on the machine; weight files have a header."""
     assert metrics["stage"] == "stage1"
     return {
         name: value
@@ -193,27 +193,28 @@ class Fault:
 
     what: str
     injected: float
-    found: dict[str, Any]
-    over: dict[str, Any]
+    noticed: dict[str, Any]
+    recovered: dict[str, Any]
     repeated: str
 
     def line(self) -> str:
-        detect, recover = self.found["time"] - self.injected, self.over["time"] - self.injected
+        detect = self.noticed["time"] - self.injected
+        recover = self.recovered["time"] - self.injected
         return f"| {self.what} | {detect:.1f} | {recover:.1f} | {self.repeated} |"
 
 
 class Scene:
-    """A run under way, what it has recorded, and the means to hurt it."""
+    """A running `rstar2 train`, its recorded events, and the faults injected into it."""
 
     def __init__(self, run: Path, begin: Callable[[], subprocess.Popen[str]]) -> None:
         self.run, self.begin = run, begin
         self.process = begin()
         self.faults: list[Fault] = []
 
-    def wait(self, what: str, found: Callable[[], Any]) -> Any:
-        """Poll until something is found; the run must be alive meanwhile."""
+    def wait(self, what: str, condition: Callable[[], Any]) -> Any:
+        """Poll a condition until it holds; fails if the run ends before that."""
         ends = time.monotonic() + DEADLINE_S
-        while not (value := found()):
+        while not (value := condition()):
             log = self.run.with_suffix(".log")
             assert self.process.poll() is None, f"{what}: ended\n{log.read_text()[-4000:]}"
             assert time.monotonic() < ends, f"{what}: not seen\n{self.events()[-20:]}"
@@ -224,19 +225,19 @@ class Scene:
         return [e for e in read_events(self.run) if e["time"] > since]
 
     def first(self, since: float, event: str, **facts: str) -> dict[str, Any] | None:
-        """The first event of this name after a time; facts are beginnings of its values."""
+        """The first event of this name after a time whose values start with the given facts."""
         for e in self.events(since):
             if e["event"] == event and all(str(e[k]).startswith(v) for k, v in facts.items()):
                 return e
         return None
 
     def pids(self, part: str) -> list[int]:
-        """The processes of a part, as of its last start."""
-        found = [e for e in self.events() if e["event"] == "placed" and e["part"].startswith(part)]
-        return list(found[-1]["pids"])
+        """Process ids of a part since its last start."""
+        starts = [e for e in self.events() if e["event"] == "placed" and e["part"].startswith(part)]
+        return list(starts[-1]["pids"])
 
     def step(self, more: int) -> int:
-        """Wait for so many further steps; returns the last one done."""
+        """Wait for `more` further steps; returns the last one done."""
         target = (steps(self.run)[-1]["step"] if steps(self.run) else 0) + more
         self.wait(
             f"step {target}", lambda: steps(self.run) and steps(self.run)[-1]["step"] >= target
@@ -244,15 +245,17 @@ class Scene:
         return target
 
     def survive(
-        self, what: str, hurt: Callable[[], Any], found: Any, over: Any, repeated: str
+        self, what: str, inject: Callable[[], Any], noticed: Any, recovered: Any, repeated: str
     ) -> None:
-        """Hurt the run, see that it is noticed and made good, and that steps go on."""
+        """Inject a fault; the run must notice it, recover and complete another step."""
         injected = time.time()
-        hurt()
-        seen = self.wait(f"{what} is noticed", lambda: found(injected))
-        good = self.wait(f"{what} is made good", lambda: over(seen["time"]))
+        inject()
+        noticed_event = self.wait(f"{what} is noticed", lambda: noticed(injected))
+        recovered_event = self.wait(
+            f"{what} is recovered", lambda: recovered(noticed_event["time"])
+        )
         self.step(1)
-        self.faults.append(Fault(what, injected, seen, good, repeated))
+        self.faults.append(Fault(what, injected, noticed_event, recovered_event, repeated))
 
 
 def kill(*pids: int) -> None:
@@ -319,7 +322,7 @@ def test_every_fault_is_survived_and_every_step_is_done_once(
     scene.process.kill()
     scene.process.wait()
     scene.process = scene.begin()
-    resumed = scene.wait("the driver goes on", lambda: scene.first(injected, "resumed"))
+    resumed = scene.wait("the driver resumes", lambda: scene.first(injected, "resumed"))
     placed = scene.wait(
         "engines are back", lambda: scene.first(injected, "placed", part="engine-1")
     )
@@ -331,7 +334,7 @@ def test_every_fault_is_survived_and_every_step_is_done_once(
     assert len(groups) == len(set(groups))
     assert sum(m["rollouts/lost"] for m in steps(run)) == 0
     faults_table.TABLE += [
-        "| fault | seconds until noticed | until made good | work repeated |",
+        "| fault | seconds until noticed | until recovered | work repeated |",
         "|---|---|---|---|",
         *(fault.line() for fault in scene.faults),
     ]

@@ -1,6 +1,6 @@
-"""A Ray cluster of two nodes on this machine, in a process of its own.
+"""A Ray cluster of two nodes on this machine, in a separate process.
 
-    python two_nodes.py        prints its address, then obeys lines on stdin: remove, add, quit
+    python two_nodes.py        prints its address, then runs commands from stdin: remove, add, quit
 
 Every command is answered by one line. The nodes end with this process.
 """
@@ -19,8 +19,8 @@ TRIES = 4
 CPUS = 4
 
 
-def patiently(start: Any) -> Any:
-    """Ray gives a node half a minute to come up; a busy machine may need a second try."""
+def with_retries(start: Any) -> Any:
+    """Start nodes with retries: Ray allows 30 s per node, too little on a busy machine."""
     for attempt in range(1, TRIES + 1):
         try:
             return start()
@@ -31,14 +31,14 @@ def patiently(start: Any) -> Any:
 
 def main() -> None:
     head = {"num_cpus": CPUS, "include_dashboard": False}
-    cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
-    second = patiently(lambda: cluster.add_node(num_cpus=CPUS))
+    cluster = with_retries(lambda: Cluster(initialize_head=True, head_node_args=head))
+    second = with_retries(lambda: cluster.add_node(num_cpus=CPUS))
     print(cluster.address, flush=True)
     for line in sys.stdin:
         if line.strip() == "remove":
             cluster.remove_node(second, allow_graceful=False)
         elif line.strip() == "add":
-            second = patiently(lambda: cluster.add_node(num_cpus=CPUS))
+            second = with_retries(lambda: cluster.add_node(num_cpus=CPUS))
         else:
             break
         print("done", flush=True)

@@ -1,4 +1,4 @@
-"""Tiny random models of every supported family, and transformers' own word on them."""
+"""Tiny random models of every supported family, with transformers as the reference."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ class Reference:
 
     @torch.inference_mode()
     def logprobs(self, ids: list[int]) -> torch.Tensor:
-        """[len(ids) - 1, vocabulary]: what transformers predicts after each token but the last."""
+        """[len(ids) - 1, vocabulary]: transformers' predictions after each token but the last."""
         return torch.log_softmax(self.model(torch.tensor([ids])).logits[0, :-1].float(), dim=-1)
 
     def check(
         self, prompt: list[int], tokens: tuple[int, ...], logprobs: tuple[float, ...]
     ) -> None:
-        """Tokens are transformers' greedy ones, logprobs its own within 1e-4."""
+        """Assert that tokens equal transformers' greedy tokens and logprobs agree within 1e-4."""
         table = self.logprobs([*prompt, *tokens])[len(prompt) - 1 :]
         assert table.argmax(-1).tolist() == list(tokens)
         expected = table.gather(-1, torch.tensor(tokens)[:, None]).squeeze(-1)
@@ -88,7 +88,7 @@ def make(path: Path, family: str, seed: int) -> Reference:
     torch.manual_seed(seed)
     model = FAMILIES[family]()
     model.eval()
-    # Norms and biases start at constants: random ones show whether they are applied at all.
+    # Norms and biases start as constants: random values show whether they are applied.
     for name, weight in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
             torch.nn.init.normal_(weight, mean=1.0 if "norm" in name else 0.0, std=0.2)

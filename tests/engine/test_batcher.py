@@ -1,4 +1,4 @@
-"""Continuous batching equals transformers, whatever arrives, leaves, is evicted or preempted."""
+"""Continuous batching equals transformers under arrivals, cancels, evictions and preemptions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def drain(batcher: Batcher) -> dict[int, EndedRequest]:
 
 
 def check_budget(batcher: Batcher) -> None:
-    """What is counted is what is held, and never more than there is."""
+    """The blocks in use equal those of rows and parked prefixes, and never exceed the total."""
     rows = sum(
         len(slab.owners) * slab.length // batcher.blocks.block for slab in batcher._slabs.values()
     )
@@ -91,7 +91,7 @@ def test_greedy_tokens_are_those_of_transformers_generate(reference: Any) -> Non
 def test_random_traffic_equals_transformers(
     reference: Any, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Arrivals, cancels, releases, turns that extend their prefix, too little room for all."""
+    """Arrivals, cancels, releases, turns that extend their prefix, and a small KV cache."""
     monkeypatch.setattr(batcher_module, "PREFILL_TOKENS", 48)  # long prompts span steps
     rng = random.Random(seed)
     batcher = engine(reference, kv_tokens=640, max_sequences=6)
@@ -149,7 +149,7 @@ def test_preemption_keeps_what_was_sampled(llama: Any) -> None:
         batcher.submit(request(i, prompt, f"s{i}", new=100))
     ended = drain(batcher)
     assert batcher.load().preemptions > 0
-    assert any(end.request.preempted_s > 0 for end in ended.values()), "how long is known"
+    assert any(end.request.preempted_s > 0 for end in ended.values()), "preemption time is recorded"
     for i, prompt in enumerate(prompts):
         done = ended[i].request
         assert len(done.tokens) == 100
@@ -167,7 +167,7 @@ def test_a_turn_reuses_the_prefix_of_its_session(llama: Any) -> None:
     ended = drain(batcher)
     assert (first.cached, ended[1].request.cached, ended[2].request.cached) == (0, 59, 0)
     assert ended[1].request.tokens == ended[2].request.tokens
-    # A prompt that departs from the cached one reuses what they share.
+    # A prompt that differs from the cached one reuses the common prefix.
     batcher.submit(request(3, [*longer[:50], (longer[50] + 1) % VOCABULARY], "a"))
     third = drain(batcher)[3].request
     assert third.cached == 50
@@ -197,7 +197,7 @@ def test_equal_prompts_are_computed_once_and_sampled_as_if_alone(llama: Any) -> 
         np.testing.assert_allclose(ended[i].request.logprobs, expected.logprobs, atol=1e-5)
 
 
-def test_a_shared_prompt_survives_the_one_who_computed_it(
+def test_a_shared_prompt_survives_the_request_that_computed_it(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batcher_module, "PREFILL_TOKENS", 48)
@@ -206,9 +206,9 @@ def test_a_shared_prompt_survives_the_one_who_computed_it(
     for i in range(5):
         batcher.submit(request(i, prompt))
     batcher.step()
-    batcher.cancel(0)  # in the middle of the prompt: the next one computes it
+    batcher.cancel(0)  # in the middle of the prompt: the next request computes it
     batcher.step()
-    batcher.cancel(2)  # one that waits for it
+    batcher.cancel(2)  # a request that waits for the prompt
     ended = drain(batcher)
     assert {i: end.request.cached for i, end in ended.items()} == {1: 0, 3: 120, 4: 120}
     for end in ended.values():
@@ -278,7 +278,7 @@ def test_new_weights_answer_as_the_new_model_and_drop_every_prefix(
     other_llama.check(prompt, tuple(done.tokens), tuple(done.logprobs))
 
 
-def test_a_running_request_goes_on_under_new_weights(llama: Any, other_llama: Any) -> None:
+def test_a_running_request_continues_under_new_weights(llama: Any, other_llama: Any) -> None:
     rng, batcher = random.Random(7), engine(llama)
     prompt = ids(rng, 40, 40)
     batcher.submit(request(0, prompt, "a", new=30))

@@ -1,4 +1,4 @@
-"""The engine as the rest of rstar2 sees it: a real worker, killed, cancelled and updated."""
+"""The embedded engine with a real worker, which is killed, cancelled and updated."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make(model: Path, **options: Any) -> EmbeddedEngine:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(llama: Any) -> AsyncIterator[EmbeddedEngine]:
-    """One worker process for the tests that leave it as they found it."""
+    """One worker process for the tests that do not change its state."""
     engine = make(llama.path)
     await engine.start()
     yield engine

@@ -1,4 +1,4 @@
-"""The endpoint client against a real HTTP server that plays an OpenAI-compatible one."""
+"""The chat client against a real HTTP server that imitates an OpenAI-compatible one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GOOD = [
 
 
 class Server:
-    """Streams the given lines, or answers with a status; remembers what it was asked."""
+    """Streams the given lines, or answers with a status; records its requests."""
 
     def __init__(self) -> None:
         self.stream: list[str] = GOOD
@@ -106,7 +106,7 @@ async def test_an_answer_is_streamed_and_counted() -> None:
     assert server.keys == ["Bearer k"]
 
 
-async def test_a_cut_answer_says_so() -> None:
+async def test_a_truncated_answer_is_marked() -> None:
     server = Server()
     server.stream = [chunk("a"), chunk(finish="length"), "data: [DONE]\n\n"]
     async with server.serve() as url, OpenAIChat(url) as chat:

@@ -1,4 +1,4 @@
-"""Sampling against plain references: transformers' warpers, and counting."""
+"""Sampling compared with transformers' logits warpers and with token frequencies."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_row_does_not_see_its_neighbours(
 def test_frequencies_follow_the_distribution(row: tuple[float, float, int]) -> None:
     logits = torch.randn(30, generator=torch.Generator().manual_seed(3))
     n = 20_000
-    u = (np.arange(n) + 0.5) / n  # an even comb: counts are exact to one tooth
+    u = (np.arange(n) + 0.5) / n  # evenly spaced: counts are exact to one sample
     draw = sample(logits.expand(n, -1), policy([row] * n), u)
     counts = np.bincount(draw.tokens, minlength=30) / n
     expected = warped(logits, *row).exp().numpy()

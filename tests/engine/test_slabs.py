@@ -1,4 +1,4 @@
-"""Rows keep their contents and their order of states through any sequence of moves."""
+"""Rows keep their contents, and decoding rows stay first, through any sequence of moves."""
 
 from __future__ import annotations
 

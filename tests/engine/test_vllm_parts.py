@@ -1,4 +1,4 @@
-"""What of the vLLM engine can be tested without vLLM; `tests/vllm` has the real thing."""
+"""Tests of the vLLM engine that need no vLLM; `tests/vllm` has those with real servers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ vllm:cache_config_info{block_size="32",engine="0",num_gpu_blocks="65",sliding="N
 """
 
 
-def test_metrics_say_what_can_be_used() -> None:
+def test_metrics_report_the_usable_blocks() -> None:
     """Block 0 is vLLM's own: 65 blocks hold 64 blocks of tokens."""
     assert read_gauges(METRICS) == ServerGauges(
         blocks=64, block_tokens=32, used_share=0.25, running=3, waiting=2, preemptions=7
@@ -54,13 +54,13 @@ def settings(**changes: object) -> ServerSettings:
     return ServerSettings(**(values | changes))  # type: ignore[arg-type]
 
 
-def test_a_server_is_given_one_block_more_than_it_shall_hold() -> None:
+def test_a_server_gets_one_block_more_than_it_can_use() -> None:
     words = arguments_of(settings(), Path("/s"))
     assert words[words.index("--num-gpu-blocks-override") + 1] == "65"
     assert "--num-gpu-blocks-override" not in arguments_of(settings(kv_tokens=None), Path("/s"))
 
 
-def test_own_arguments_have_the_last_word() -> None:
+def test_extra_arguments_come_last() -> None:
     assert arguments_of(settings(arguments=("--seed", "3")), Path("/s"))[-2:] == ["--seed", "3"]
 
 
@@ -129,8 +129,8 @@ async def test_a_server_that_is_not_there_is_an_engine_error() -> None:
     await client.close()
 
 
-async def test_an_answer_that_makes_no_sense_is_an_engine_error() -> None:
-    """A real socket that speaks HTTP and nothing we know."""
+async def test_an_invalid_response_is_an_engine_error() -> None:
+    """A real socket that returns valid HTTP with an unexpected body."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -141,9 +141,9 @@ async def test_an_answer_that_makes_no_sense_is_an_engine_error() -> None:
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     client = VllmClient("odd", url=f"http://127.0.0.1:{port}")
-    with pytest.raises(EngineError, match="makes no sense"):
+    with pytest.raises(EngineError, match="invalid response"):
         await client.weight_version(5.0)
-    with pytest.raises(EngineError, match="/metrics lacks"):
+    with pytest.raises(EngineError, match="/metrics: missing"):
         await client.gauges(5.0)
     await client.close()
     server.close()
@@ -174,7 +174,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("death", ["parent", "server", "asked"])
 def test_the_supervisor_leaves_nothing_behind(death: str) -> None:
-    """Neither the server nor a grandchild that ignores its parent, whichever ends first."""
+    """Neither the server nor a grandchild survives, whichever process ends first."""
     supervisor = SUPERVISOR.format(server=SERVER.format(seconds=600))
     command = [sys.executable, "-c", PARENT.format(supervisor=supervisor)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
@@ -198,25 +198,25 @@ def test_the_supervisor_leaves_nothing_behind(death: str) -> None:
 
 @asynccontextmanager
 async def listening(path: Path, answer: Callable[[], Awaitable[None]]) -> AsyncIterator[list[int]]:
-    """A server on a socket; yields how many requests each connection has brought so far."""
-    brought: list[int] = []
+    """A server on a socket; yields the number of requests per connection so far."""
+    requests: list[int] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        index = len(brought)
-        brought.append(0)
+        index = len(requests)
+        requests.append(0)
         with contextlib.suppress(asyncio.IncompleteReadError):
             while await reader.readuntil(b"\r\n\r\n"):
-                brought[index] += 1
+                requests[index] += 1
                 await answer()
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
         writer.close()
 
     async with await asyncio.start_unix_server(serve, path):
-        yield brought
+        yield requests
 
 
-async def test_all_turns_of_an_engine_are_asked_for_at_once(tmp_path: Path) -> None:
-    """No client holds back what the scheduler has placed: each of 300 waits for all the others."""
+async def test_all_turns_of_an_engine_are_requested_at_once(tmp_path: Path) -> None:
+    """The client does not limit concurrency: each of 300 requests waits for all the others."""
     together = asyncio.Barrier(300)
 
     async def answer() -> None:
@@ -235,10 +235,10 @@ async def test_a_connection_that_the_server_may_close_is_not_used(
 
     async def answer() -> None: ...
 
-    async with listening(tmp_path / "s", answer) as brought:
+    async with listening(tmp_path / "s", answer) as requests:
         client = VllmClient("e", socket=tmp_path / "s")
         await client._ask("GET", "/", 30.0)
         await asyncio.sleep(0.5)
         await client._ask("GET", "/", 30.0)
         await client.close()
-    assert brought == [1, 1]
+    assert requests == [1, 1]

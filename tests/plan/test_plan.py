@@ -1,4 +1,4 @@
-"""Plans: memory and time follow from data sheets and assumptions, and what cannot work is said."""
+"""Plans: memory and time follow from data sheets and assumptions, and problems are reported."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_simulator_agrees_with_the_closed_form(paper: Recipe) -> None:
         assert theirs.generate_s == pytest.approx(mine.generate_s, rel=0.35)
 
 
-def test_what_does_not_fit_is_said_with_the_way_out() -> None:
+def test_what_does_not_fit_is_reported_with_a_remedy() -> None:
     recipe = load_recipe("qwen3-1.7b-1gpu").recipe
     plan = make_plan(recipe, parse_cluster("1x4090"))
     assert not plan.learner.fits
@@ -122,12 +122,12 @@ def test_slow_code_environments_are_counted(paper: Recipe) -> None:
     assert stage.tools_s == pytest.approx(waited + 2.75 * 0.3)
 
 
-def test_the_command_prints_a_plan_and_tells_by_its_exit_code() -> None:
+def test_the_command_prints_a_plan_and_sets_its_exit_code() -> None:
     runner = CliRunner()
     words = ["plan", "rstar2-agent-14b", "--cluster", "64xMI300X"]
     done = runner.invoke(app, words)
     assert done.exit_code == 0, done.output
-    for part in ("generate", "KV cache holds", "RL, 510 steps", "if instead", "train_mfu"):
+    for part in ("generate", "KV cache holds", "RL, 510 steps", "total time if", "train_mfu"):
         assert part in done.output
     body = json.loads(runner.invoke(app, [*words, "--json", "-a", "call_s=1"]).stdout)
     assert body["plan"]["assume"]["call_s"] == 1
@@ -135,7 +135,7 @@ def test_the_command_prints_a_plan_and_tells_by_its_exit_code() -> None:
     assert runner.invoke(app, ["plan", "qwen3-1.7b-1gpu", "--cluster", "1x4090"]).exit_code == 1
 
 
-def test_wrong_words_get_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_get_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["-a", "speed=2"], ["-a", "call_s"], ["--cluster", "2xABC"]):
         with pytest.raises(SystemExit) as end:
             main(["plan", "tiny", "--cluster", "1x4090", *words])

@@ -1,4 +1,4 @@
-"""What transformers says of the same tokens: the truth that vLLM is held against."""
+"""Logits of transformers for the same tokens: the reference for vLLM."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Reference:
 
     @torch.inference_mode()
     def logits(self, ids: Sequence[int]) -> Tensor:
-        found: Tensor = self.model(torch.tensor([list(ids)])).logits[0].float()
-        return found
+        logits: Tensor = self.model(torch.tensor([list(ids)])).logits[0].float()
+        return logits
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         ids = list(prompt)
@@ -33,7 +33,7 @@ class Reference:
     def logprobs(
         self, prompt: Sequence[int], sampled: Sequence[int], *, temperature: float, top_k: int
     ) -> list[float]:
-        """Of each sampled token under the distribution it was drawn from."""
+        """Logprob of each sampled token under the distribution it was drawn from."""
         rows = self.logits([*prompt, *sampled])[len(prompt) - 1 : -1] / temperature
         if top_k:
             least = rows.topk(top_k).values[:, -1:]

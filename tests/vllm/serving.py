@@ -1,4 +1,4 @@
-"""Engines as these tests use them, and waiting for what they report."""
+"""The engines of these tests, and helpers that wait for their state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEQUENCES = 32
 
 
 def engine_of(name: str, model: Path, *, packed_linears: bool = False) -> VllmEngine:
-    """An engine with a server of its own, not started."""
+    """An engine with its own server, not started."""
     settings = ServerSettings(
         model=str(model),
         kv_tokens=KV_TOKENS,
@@ -28,7 +28,7 @@ def engine_of(name: str, model: Path, *, packed_linears: bool = False) -> VllmEn
 
 
 async def until(engine: VllmEngine, condition: Callable[[EngineLoad], bool]) -> EngineLoad:
-    """Wait until the engine reports what is wanted; returns that report."""
+    """Wait until the engine's load meets a condition; returns that load."""
     async with asyncio.timeout(60):
         while not condition(load := await engine.load()):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -36,7 +36,7 @@ async def until(engine: VllmEngine, condition: Callable[[EngineLoad], bool]) -> 
 
 
 async def eventually(condition: Callable[[], bool], deadline_s: float) -> None:
-    """Wait until something is so."""
+    """Wait until a condition holds."""
     async with asyncio.timeout(deadline_s):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.02)

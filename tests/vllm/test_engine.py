@@ -30,7 +30,7 @@ async def sample(engine: VllmEngine, prompt: list[int], count: int, **how: objec
     return await engine.generate(prompt, sampling, session="g/0", deadline_s=120.0)
 
 
-async def test_says_what_it_holds(engines: Engines) -> None:
+async def test_capacity_and_load_are_reported(engines: Engines) -> None:
     capacity = engines[0].capacity()
     assert capacity == EngineCapacity(KV_TOKENS, SEQUENCES, MAX_LENGTH, block_tokens=32)
     load = await engines[0].load()
@@ -43,8 +43,8 @@ async def test_a_started_server_is_stale(engines: Engines) -> None:
 
 async def test_greedy_tokens_equal_transformers(engines: Engines, stage: Path) -> None:
     reference = Reference(stage)
-    found = await asyncio.gather(*(sample(engines[0], p, 48, temperature=0.0) for p in PROMPTS))
-    for prompt, generation in zip(PROMPTS, found, strict=True):
+    outs = await asyncio.gather(*(sample(engines[0], p, 48, temperature=0.0) for p in PROMPTS))
+    for prompt, generation in zip(PROMPTS, outs, strict=True):
         assert list(generation.token_ids) == reference.greedy(prompt, 48)
         assert generation.finish is Finish.LENGTH
         assert generation.engine == "vllm-0"
@@ -90,10 +90,10 @@ async def test_a_seed_draws_the_same_whatever_runs_beside_it(engines: Engines) -
 
 async def test_seeded_prompts_may_be_more_than_one_step_computes(engines: Engines) -> None:
     prompts = [[10 + i, *range(40, 240)] for i in range(3 * STEP_TOKENS // 400)]
-    found = await asyncio.gather(
+    outs = await asyncio.gather(
         *(sample(engines[0], prompt, 4, seed=i) for i, prompt in enumerate(prompts))
     )
-    assert [len(generation.token_ids) for generation in found] == [4] * len(prompts)
+    assert [len(generation.token_ids) for generation in outs] == [4] * len(prompts)
 
 
 async def test_what_cannot_be_served_is_the_callers_mistake(engines: Engines) -> None:
@@ -130,10 +130,10 @@ async def test_an_engine_that_was_never_started_says_so() -> None:
 # --------------------------------------------------------------------------- weights
 
 
-async def test_new_weights_serve_once_they_are_proven(
+async def test_new_weights_serve_once_they_are_verified(
     engines: Engines, stage: Path, other: Path
 ) -> None:
-    """Both ways: what serves after an update is the new policy, to the token."""
+    """In both directions: after an update the engine serves the new policy, token for token."""
     for version, path in ((1, other), (2, stage)):
         metrics = await publish(learner_of(path), engines[:2], version, PROBE)
         assert metrics["weights/probe_gap"] < 1e-4
@@ -153,16 +153,16 @@ async def test_a_cached_prefix_does_not_cross_versions(engines: Engines, stage: 
     assert (await sample(engines[0], prompt, 4)).cached_tokens == 0
 
 
-async def test_what_ran_during_an_update_goes_on_under_the_new_weights(
+async def test_requests_interrupted_by_an_update_continue_under_the_new_weights(
     engines: Engines, stage: Path, other: Path, tmp_path: Path
 ) -> None:
-    """It keeps what it had sampled, waits for the proof, and each token knows its weights."""
+    """They keep their tokens and wait for verification; each token carries its version."""
     engine = engines[0]
     await publish(learner_of(stage), [engine], 4, PROBE)
     running = [
         asyncio.ensure_future(sample(engine, PROMPTS[0], LONG, temperature=0.0)) for _ in range(3)
     ]
-    await until(engine, lambda load: load.kv_used > 96)  # some tokens are out
+    await until(engine, lambda load: load.kv_used > 96)  # some tokens are sampled
     await engine.update_weights(WeightUpdate(5, path=other, hold=True))
     assert await engine.score(PROBE) == pytest.approx(
         learner_of(other).logprobs([PROBE])[0], abs=1e-4
@@ -184,10 +184,10 @@ async def test_what_ran_during_an_update_goes_on_under_the_new_weights(
         )
 
 
-async def test_packed_linears_keep_old_weights_and_the_probe_tells(
+async def test_packed_linears_keep_old_weights_and_the_probe_detects_it(
     engines: Engines, stage: Path, other: Path
 ) -> None:
-    """vLLM's default on CPUs: every call of the update succeeds, and the old policy serves on."""
+    """vLLM's default on CPUs: all calls of the update succeed, but the old policy still serves."""
     packed = engines[2]
     learner = learner_of(other)
     gap = [
@@ -200,5 +200,5 @@ async def test_packed_linears_keep_old_weights_and_the_probe_tells(
     waiting = asyncio.ensure_future(
         packed.generate(PROMPTS[0], Sampling(4), session="g/0", deadline_s=2.0)
     )
-    with pytest.raises(DeadlineError, match="not proven"):
+    with pytest.raises(DeadlineError, match="not verified"):
         await waiting

@@ -1,4 +1,4 @@
-"""Servers that are killed, hang or cannot start: nothing is lost, and it is said why."""
+"""Servers that are killed, hang or cannot start: no rollout is lost, and errors give the cause."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def server_of(engine: VllmEngine) -> list[psutil.Process]:
     return list(psutil.Process(engine.pid).children(recursive=True))
 
 
-async def test_killed_engine_loses_no_rollout_and_comes_back_proven(
+async def test_killed_engine_loses_no_rollout_and_comes_back_verified(
     engines: Engines, stage: Path, data: Path
 ) -> None:
     """kill -9 of a server in the middle of a step: every rollout of every group ends, once."""

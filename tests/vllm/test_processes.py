@@ -37,7 +37,7 @@ def wait_for(condition: Callable[[], bool], deadline_s: float) -> None:
 @pytest.mark.parametrize("processes", [2, 3], ids=["while it starts", "with its engine core"])
 def test_a_killed_parent_takes_the_whole_server_along(stage: Path, processes: int) -> None:
     """After kill -9 the parent cannot clean up: the supervisor has to notice."""
-    short = tempfile.TemporaryDirectory(prefix="r")  # what a killed parent cannot remove
+    short = tempfile.TemporaryDirectory(prefix="r")  # a killed parent cannot remove it
     environment = os.environ | {"TMPDIR": short.name}
     command = [sys.executable, "-c", PROGRAM, str(stage)]
     with (

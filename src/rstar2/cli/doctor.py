@@ -1,4 +1,4 @@
-"""`rstar2 doctor`: what this machine supports, which isolation level it gets, and what to change.
+"""`rstar2 doctor`: reports what this machine supports, its isolation level and what to change.
 
 Tries each kernel feature in a temporary child process. Imports neither torch nor any other large
 package: versions come from the installed metadata.
@@ -129,14 +129,14 @@ def _show(findings: dict[str, Any]) -> None:
         f"{machine['cores']} cores, {machine['memory_gb']} GB "
         f"({machine['memory_available_gb']} GB free), {machine['architecture']}",
     )
-    table.add_row("kernel", f"{facts['release']}, {'root' if facts['root'] else 'ordinary user'}")
+    table.add_row("kernel", f"{facts['release']}, {'root' if facts['root'] else 'not root'}")
     table.add_row("  namespaces", _mark(facts["namespaces"] == "yes", facts["namespaces"]))
     table.add_row("  seccomp", _mark(facts["seccomp"] == "yes", facts["seccomp"]))
     landlock = f"ABI {facts['landlock_abi']}" if facts["landlock_abi"] else "missing"
     table.add_row("  Landlock", _mark(facts["landlock_abi"] > 0, landlock))
     table.add_row("  pidfd", _mark(facts["pidfd"] == "yes", facts["pidfd"]))
     versions = "".join(f" (v{v})" for v in facts["cgroup_versions"])
-    controllers = ", ".join(facts["cgroups"]) + versions or "none in which limits can be set"
+    controllers = ", ".join(facts["cgroups"]) + versions or "none with writable limits"
     table.add_row("  cgroups", _mark({"memory", "pids"} <= set(facts["cgroups"]), controllers))
     huge = facts["huge_pages"]
     table.add_row("  huge pages", _mark(huge in ("always", "madvise"), huge))
@@ -146,7 +146,7 @@ def _show(findings: dict[str, Any]) -> None:
         f"[{'green' if level else 'red'}]{level or 'none'}[/]: {escape(isolation['reason'])}",
     )
     if level:
-        children = "may start processes" if isolation["child_processes"] else "no child processes"
+        children = "child processes" if isolation["child_processes"] else "no child processes"
         table.add_row("  calls", children)
     for advice in isolation["advice"]:
         table.add_row("  to change", escape(advice))

@@ -1,7 +1,7 @@
 """`rstar2 doctor --cluster`: versions, GPUs, ports, shared memory and isolation of every node.
 
-A node is compared with this machine, which is where the driver would run: what must be equal and is
-not, and what must be there and is not, is named with the node before anybody pays for a run.
+Each node is compared with this machine, where the driver would run. Every version mismatch and
+every missing requirement is reported with the node's name.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ EQUAL = ("rstar2", "torch", "transformers", "ray", "vllm")
 
 
 def examine_node(address: str, marker: str | None) -> dict[str, Any]:
-    """What there is to know of the node that this runs on."""
-    found = examine()
+    """Collect the facts about the node that this runs on."""
+    findings = examine()
     with socket.socket() as probe:
         probe.bind((address, 0))
         port = probe.getsockname()[1]
     memory = Path("/dev/shm")
     return {
-        "machine": found["machine"],
-        "isolation": found["isolation"],
-        "python": found["python"],
+        "machine": findings["machine"],
+        "isolation": findings["isolation"],
+        "python": findings["python"],
         "executable": sys.executable,
         "gpus": gpu_names(),
         "port": port,
@@ -52,21 +52,21 @@ def examine_node(address: str, marker: str | None) -> dict[str, Any]:
 
 
 def gpu_names() -> list[str]:
-    """The GPUs that the drivers of this machine show."""
-    for name, words in (("nvidia-smi", ["-L"]), ("rocm-smi", ["--showproductname"])):
+    """The GPUs that nvidia-smi or rocm-smi lists on this machine."""
+    for name, arguments in (("nvidia-smi", ["-L"]), ("rocm-smi", ["--showproductname"])):
         if command := shutil.which(name):
             try:
-                done = subprocess.run(
-                    [command, *words], capture_output=True, text=True, timeout=20, check=False
+                result = subprocess.run(
+                    [command, *arguments], capture_output=True, text=True, timeout=20, check=False
                 )
             except (OSError, subprocess.TimeoutExpired) as error:
                 return [f"{name} failed: {error}"]
-            return [line.strip() for line in done.stdout.splitlines() if "GPU" in line]
+            return [line.strip() for line in result.stdout.splitlines() if "GPU" in line]
     return []
 
 
 def examine_cluster(address: str, run: Path | None, *, as_json: bool) -> None:
-    """Examine all nodes, print the findings, and exit 1 if something would fail."""
+    """Examine all nodes, print the findings, and exit with 1 if a run would fail."""
     from rstar2.cluster import nodes
 
     marker = None if run is None else _mark(run)
@@ -89,9 +89,9 @@ def examine_cluster(address: str, run: Path | None, *, as_json: bool) -> None:
 
 
 def faults_of(answer: dict[str, Any] | str, own: dict[str, Any]) -> list[str]:
-    """Why a run would fail on a node; empty if it would not."""
+    """Reasons why a run would fail on a node; empty if there are none."""
     if isinstance(answer, str):
-        return [f"it could not be examined: {answer}"]
+        return [f"the node could not be examined: {answer}"]
     faults = []
     if (
         answer["python"]["version"].rpartition(".")[0]
@@ -107,14 +107,14 @@ def faults_of(answer: dict[str, Any] | str, own: dict[str, Any]) -> list[str]:
     if answer["shm_free_gb"] < LEAST_SHM_GB:
         faults.append(f"{answer['shm_free_gb']} GB of shared memory free, {LEAST_SHM_GB} needed")
     if answer["shared"] is False:
-        faults.append("it does not see the run directory: use a file system that all nodes share")
+        faults.append("the run directory is not visible: use a file system that all nodes share")
     if abs(answer["clock"] - own["clock"]) > MOST_SKEW_S + DEADLINE_S:
-        faults.append("its clock differs by minutes")
+        faults.append("the clock differs by minutes")
     return faults
 
 
 def _mark(run: Path) -> Path:
-    """A file in the run directory that every node should see."""
+    """Create a file in the run directory that every node should see."""
     run.mkdir(parents=True, exist_ok=True)
     marker = run.absolute() / f".seen-{uuid.uuid4().hex[:8]}"
     marker.write_text(f"{os.getpid()}\n")
@@ -140,8 +140,8 @@ def _show(answers: dict[str, Any], faults: dict[str, list[str]]) -> None:
         )
     console = Console(highlight=False)
     console.print(table)
-    for name, found in faults.items():
-        for fault in found:
+    for name, node_faults in faults.items():
+        for fault in node_faults:
             console.print(f"[red]✗[/] {escape(name)}: {escape(fault)}")
     if not any(faults.values()):
         console.print(f"[green]✓[/] {len(answers)} node(s) can run together")

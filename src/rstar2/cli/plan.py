@@ -54,26 +54,26 @@ def plan(
     loaded = load_recipe(recipe, set_ or ()).recipe
     machines = parse_cluster(cluster, cores_per_node=cores, price=price)
     assumed = Assumptions.with_changes(_pairs(assume or []))
-    made = make_plan(loaded, machines, assumed, simulated=simulate)
+    estimate = make_plan(loaded, machines, assumed, simulated=simulate)
     if as_json:
         body = {
-            "plan": made,
-            "step_s": {s.load.name: s.step_s for s in made.stages},
-            "total_s": made.total_s,
-            "dollars": made.dollars,
+            "plan": estimate,
+            "step_s": {s.load.name: s.step_s for s in estimate.stages},
+            "total_s": estimate.total_s,
+            "dollars": estimate.dollars,
         }
         typer.echo(encode(body).decode())
     else:
         others = {
-            what: make_plan(loaded, *changed).total_s
-            for what, changed in _instead(machines, assumed).items()
+            change: make_plan(loaded, *variant).total_s
+            for change, variant in _variants(machines, assumed).items()
         }
-        typer.echo(render(made, others), nl=False)
-    raise typer.Exit(1 if made.problems else 0)
+        typer.echo(render(estimate, others), nl=False)
+    raise typer.Exit(1 if estimate.problems else 0)
 
 
-def _instead(machines: Cluster, assume: Assumptions) -> dict[str, tuple[Cluster, Assumptions]]:
-    """The assumptions that carry a plan, changed one at a time."""
+def _variants(machines: Cluster, assume: Assumptions) -> dict[str, tuple[Cluster, Assumptions]]:
+    """The assumptions with the largest effect on a plan, changed one at a time."""
     slower = replace(machines.gpu, train_mfu=machines.gpu.train_mfu / 2)
     longer = replace(
         assume,
@@ -100,14 +100,14 @@ def _instead(machines: Cluster, assume: Assumptions) -> dict[str, tuple[Cluster,
     }
 
 
-def _pairs(words: list[str]) -> dict[str, float]:
+def _pairs(options: list[str]) -> dict[str, float]:
     pairs: dict[str, float] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
+    for option in options:
+        name, equals, value = option.partition("=")
         try:
             pairs[name] = float(value)
         except ValueError:
-            raise UserError(f"--assume {word}: write NAME=NUMBER") from None
+            raise UserError(f"--assume {option}: write NAME=NUMBER") from None
         if not equals:
-            raise UserError(f"--assume {word}: write NAME=NUMBER")
+            raise UserError(f"--assume {option}: write NAME=NUMBER")
     return pairs

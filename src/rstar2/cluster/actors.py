@@ -1,7 +1,7 @@
-"""What runs on the nodes: one class per kind of part, each the body of a Ray actor.
+"""The Ray actors that run on the nodes, one class per kind of part.
 
-An actor holds its part as a child or in its own process and ends with the driver: Ray ends actors
-whose driver has ended, and the children watch for their parent (PDEATHSIG, a leased pipe).
+An actor runs its part in a child process or in its own, and ends with the driver: Ray kills the
+actors of a driver that has ended, and child processes end with their parent (PDEATHSIG or a pipe).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SERVE_DEADLINE_S = 30.0
 
 
 class EngineActor:
-    """An engine and its HTTP front."""
+    """An engine and its HTTP server."""
 
     def __init__(self, name: str, recipe: Recipe, model: str, gpus: tuple[int, ...]) -> None:
         os.environ.update(visible(gpus))
@@ -31,7 +31,7 @@ class EngineActor:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, address: str, token: str) -> tuple[str, list[int]]:
-        """Start the engine and serve it; returns its URL and the processes that are it."""
+        """Start the engine and its HTTP server; returns the URL and the process ids."""
         import uvicorn
 
         from rstar2.cluster.engine_http import KEEP_SERVER_S, EngineApp
@@ -54,15 +54,15 @@ class EngineActor:
                 while not self._server.started:
                     if self._serving.done():
                         self._serving.result()
-                        raise EngineError(f"{self.name}: its server ended at once")
+                        raise EngineError(f"{self.name}: its HTTP server ended during startup")
                     await asyncio.sleep(0.02)
         except TimeoutError as error:
-            raise EngineError(f"{self.name}: its server did not start") from error
+            raise EngineError(f"{self.name}: its HTTP server did not start") from error
         port = self._server.servers[0].sockets[0].getsockname()[1]
         return f"http://{address}:{port}", [os.getpid(), *_children()]
 
     async def stop(self) -> None:
-        """End the engine in order."""
+        """Stop the engine gracefully."""
         if self._server is not None:
             self._server.should_exit = True
         if self._engine is not None:
@@ -70,7 +70,7 @@ class EngineActor:
 
 
 def make_engine(name: str, recipe: Recipe, model: str) -> Any:
-    """The recipe's kind of engine, for this node."""
+    """Create an engine of the recipe's kind on this node."""
     if recipe.engine.kind == "embedded":
         from rstar2.engine.embedded import EmbeddedEngine
 
@@ -88,13 +88,13 @@ def make_engine(name: str, recipe: Recipe, model: str) -> Any:
 
     settings = server_settings(recipe, model, 0)
     size = recipe.cluster.gpus_per_engine if recipe.cluster is not None else 1
-    words = (*settings.arguments, "--tensor-parallel-size", str(size)) if size > 1 else ()
-    settings = replace(settings, arguments=words or settings.arguments, environment={})
+    parallel = (*settings.arguments, "--tensor-parallel-size", str(size)) if size > 1 else ()
+    settings = replace(settings, arguments=parallel or settings.arguments, environment={})
     return VllmEngine(name, server=settings)
 
 
 class RankActor:
-    """One learner rank; all of them are called alike, in the same order."""
+    """One learner rank; all ranks receive the same calls in the same order."""
 
     def __init__(self, rank: int, gpus: tuple[int, ...]) -> None:
         os.environ.update(visible(gpus))
@@ -102,13 +102,13 @@ class RankActor:
         self._learner: Any = None
 
     def rendezvous(self, address: str) -> tuple[str, int]:
-        """Where rank 0 will meet the others, and its process."""
+        """Address at which the ranks form their process group, and this process's id."""
         with socket.socket() as probe:
             probe.bind((address, 0))
             return f"tcp://{address}:{probe.getsockname()[1]}", os.getpid()
 
-    def join(self, meeting: str, ranks: int, args: tuple[Any, ...], options: dict[str, Any]) -> int:
-        """Meet the others and make the learner; returns the process id."""
+    def join(self, address: str, ranks: int, args: tuple[Any, ...], options: dict[str, Any]) -> int:
+        """Join the process group and create the learner; returns the process id."""
         import torch
         import torch.distributed as dist
 
@@ -120,7 +120,7 @@ class RankActor:
             torch.set_num_threads(1)
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            init_method=meeting,
+            init_method=address,
             rank=self.rank,
             world_size=ranks,
             timeout=timedelta(seconds=CALL_S),
@@ -130,20 +130,20 @@ class RankActor:
         return os.getpid()
 
     def call(self, method: str, args: tuple[Any, ...]) -> Any:
-        """One method of the learner; its result is rank 0's to give."""
+        """Call one method of the learner; only rank 0 returns the result."""
         value = getattr(self._learner, method)(*args)
         return value if self.rank == 0 else None
 
 
 class CodeEnvActor:
-    """A code environment server, started again on the same port whenever it ends."""
+    """A code environment server."""
 
     def __init__(self, config: CodeEnvConfig, address: str) -> None:
         self.config, self.address = config, address
         self._server: Any = None
 
     async def start(self) -> tuple[str, str, list[int]]:
-        """Start the server; returns its URL, its token and the processes that are it."""
+        """Start the server; returns its URL, its token and the process ids."""
         from rstar2.codeenv.client.owned import LocalServer
 
         self._server = LocalServer(self.config, host=self.address)
@@ -155,13 +155,13 @@ class CodeEnvActor:
         return int(await self._server.wait())
 
     async def stop(self) -> None:
-        """End the server in order."""
+        """Stop the server gracefully."""
         if self._server is not None:
             await self._server.stop()
 
 
 def _children() -> list[int]:
-    """Child processes of this one."""
+    """Process ids of this process's children."""
     pids: list[int] = []
     for task in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
         pids += [int(pid) for pid in task.read_text().split()]

@@ -1,8 +1,8 @@
-"""A code environment on one node, owned by the client's endpoint as a local one is.
+"""A code environment on one node, owned by the client's endpoint like a local one.
 
-The endpoint watches and revives it: `wait` returns when the server or its host is gone, `start`
-makes a new host on the same node. A node that is gone cannot be started on; its endpoint stays
-down, its calls go to the others (same id), and it costs one try every two seconds.
+The endpoint watches and restarts it: `wait` returns when the server or its actor ends, `start`
+creates a new actor on the same node. If the node is lost, `start` fails: the endpoint stays down
+and retries every two seconds, and its calls go to the other endpoints with the same ids.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ class RemoteServer:
         self.config, self.node = config, node
         self.token = ""
         self.running = False
-        self.gone = False
-        """Set when the node has left the cluster: it is not started there again."""
+        self.node_lost = False
+        """Set when the node has left the cluster; `start` then raises CodeEnvError."""
         self._notify = notify
         self._actor: Any = None
         self._end: asyncio.Future[int] | None = None
-        """One wait for the end of this life, shared by all who ask."""
+        """Done when the current server or its actor ends; shared by all callers of `wait`."""
 
     @property
     def name(self) -> str:
         return f"codeenv-{self.node.id[:6]}"
 
     async def start(self) -> ServerReady:
-        """Make the host on its node and start the server in it."""
-        if self.gone:
+        """Create the actor on its node and start the server in it."""
+        if self.node_lost:
             raise CodeEnvError(f"{self.name}: its node has left the cluster")
         self._actor = nodes.make_actor(
             CodeEnvActor, Place(self.node), 0, self.config, self.node.address
         )
         try:
             url, self.token, pids = await nodes.answer(
-                self._actor.start.remote(), f"{self.name} starts", deadlines.REMOTE_START_S
+                self._actor.start.remote(), f"start of {self.name}", deadlines.REMOTE_START_S
             )
         except NodeError as error:
             nodes.kill(self._actor)
@@ -61,7 +61,7 @@ class RemoteServer:
         return ServerReady(url=url)
 
     async def wait(self) -> int:
-        """Wait for the server or its host to end."""
+        """Wait for the server or its actor to end."""
         assert self._end is not None
         return await asyncio.shield(self._end)
 
@@ -76,7 +76,7 @@ class RemoteServer:
         return status
 
     async def stop(self) -> None:
-        """End the host, in order if it lives."""
+        """Stop the server, gracefully if it is alive, and end the actor."""
         actor, self._actor = self._actor, None
         alive, self.running = self.running, False
         end, self._end = self._end, None
@@ -84,10 +84,10 @@ class RemoteServer:
             end.cancel()
         if actor is None:
             return
-        if alive and not self.gone:
+        if alive and not self.node_lost:
             try:
                 await nodes.answer(
-                    actor.stop.remote(), f"{self.name} stops", deadlines.REMOTE_STOP_S
+                    actor.stop.remote(), f"stop of {self.name}", deadlines.REMOTE_STOP_S
                 )
             except (NodeError, DeadlineError) as error:
                 self._notify("not_stopped", part=self.name, why=str(error))

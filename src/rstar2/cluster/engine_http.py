@@ -1,11 +1,11 @@
-"""One engine behind HTTP: what `base.Engine` promises, over the network.
+"""`base.Engine` over HTTP: the server application and its client.
 
     POST /generate /score /release /resume /weights   GET /load /capacity
 
-Bodies are msgpack of the nouns; token ids travel as int32 bytes. Weights do not travel here: they
-are in a directory that both sides see, and `/weights` names it. Every request carries a bearer
-token. A client that hangs up cancels its generation, so that its KV is free again. Errors come back
-by name: 400 the caller's, 503 the engine's, 504 a deadline.
+Bodies are msgpack; token ids are int32 bytes. Weights are not sent over HTTP: `/weights` names a
+directory that both sides can read. Every request carries a bearer token. A client that disconnects
+cancels its generation, which frees its KV. Error responses name the error: 400 UserError, 503
+EngineError, 504 DeadlineError.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from rstar2.types import EngineCapacity, EngineLoad, Generation, Sampling
 
 CONTROL_DEADLINE_S = 300.0
 SLACK_S = 5.0
-"""The engine keeps a generation's deadline itself; the client stops waiting this much later."""
+"""The engine enforces a generation's deadline; the client waits this much longer."""
 
 KEEP_SERVER_S = 600
-"""How long a server keeps idle connections; clients give them up long before (`connections`)."""
+"""Keep-alive of idle connections; clients close them much earlier (`connections`)."""
 
 CLIENT_CLOSED = 499
-"""Status of a request whose client hung up; nobody receives it."""
+"""Status of a request whose client disconnected; it is never delivered."""
 
 Handler = Callable[[bytes], Awaitable[object]]
 
@@ -92,28 +92,28 @@ class EngineApp(Starlette):
 
     def _route(self, method: str, path: str, handler: Handler) -> Route:
         async def endpoint(request: Request) -> Response:
-            given = request.headers.get("authorization", "").encode()
-            if not hmac.compare_digest(given, self._authorization):
+            authorization = request.headers.get("authorization", "").encode()
+            if not hmac.compare_digest(authorization, self._authorization):
                 return _response(401, EngineFailure("user", "the bearer token is missing or wrong"))
             work = asyncio.ensure_future(_answer(handler, await request.body()))
-            hang_up = asyncio.ensure_future(_disconnected(request))
+            disconnect = asyncio.ensure_future(_disconnected(request))
             try:
-                await asyncio.wait({work, hang_up}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({work, disconnect}, return_when=asyncio.FIRST_COMPLETED)
                 return work.result() if work.done() else Response(status_code=CLIENT_CLOSED)
             finally:
                 work.cancel()
-                hang_up.cancel()
-                await asyncio.gather(work, hang_up, return_exceptions=True)
+                disconnect.cancel()
+                await asyncio.gather(work, disconnect, return_exceptions=True)
 
         return Route(path, endpoint, methods=[method])
 
     async def _generate(self, body: bytes) -> Generation:
-        asked = _decode(body, type=Generate)
+        call = _decode(body, type=Generate)
         return await self._engine.generate(
-            wire.unpack_ids(asked.prompt).tolist(),
-            asked.sampling,
-            session=asked.session,
-            deadline_s=asked.deadline_s,
+            wire.unpack_ids(call.prompt).tolist(),
+            call.sampling,
+            session=call.session,
+            deadline_s=call.deadline_s,
         )
 
     async def _score(self, body: bytes) -> list[float]:
@@ -153,7 +153,7 @@ def _response(status: int, content: object) -> Response:
 
 
 async def _disconnected(request: Request) -> None:
-    """Wait until the client hangs up."""
+    """Wait until the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         continue
 
@@ -162,7 +162,7 @@ async def _disconnected(request: Request) -> None:
 
 
 class EngineClient:
-    """The other end of an EngineApp."""
+    """HTTP client of an EngineApp."""
 
     def __init__(self, name: str, url: str, token: str) -> None:
         self.name, self.url = name, url
@@ -177,8 +177,8 @@ class EngineClient:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, deadline_s: float
     ) -> Generation:
-        asked = Generate(wire.pack_ids(prompt_ids), sampling, session, deadline_s)
-        body = await self._ask("POST", "/generate", _encode(asked), deadline_s + SLACK_S)
+        call = Generate(wire.pack_ids(prompt_ids), sampling, session, deadline_s)
+        body = await self._ask("POST", "/generate", _encode(call), deadline_s + SLACK_S)
         return _decode(body, type=Generation)
 
     async def release(self, session: str) -> None:
@@ -219,6 +219,6 @@ class EngineClient:
             ) from error
         if response.status_code == 200:
             return response.content
-        failed = _decode(response.content, type=EngineFailure)
+        failure = _decode(response.content, type=EngineFailure)
         kinds = {"user": UserError, "deadline": DeadlineError}
-        raise kinds.get(failed.error, EngineError)(failed.message)
+        raise kinds.get(failure.error, EngineError)(failure.message)

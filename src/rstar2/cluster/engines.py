@@ -1,8 +1,8 @@
-"""An engine on some node of the cluster, as the fleet sees it.
+"""An engine on a node of the cluster, as `base.Engine`.
 
-`start` finds a place, makes the host there and connects; while it lives, `start` does nothing. So
-the fleet's own way of bringing engines back (start, publish, prove, join) holds on a cluster too:
-an engine whose node was lost comes back on another, or stays away until there is room.
+`start` reserves a place, creates the actor there and connects; while the engine answers, `start` is
+a no-op. So the fleet recovers engines as on one machine (start, publish, verify, join): an engine
+whose node was lost restarts on another node, or stays down until there is room.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class RemoteEngine:
         self._life = asyncio.Lock()
         self._releases: set[asyncio.Task[None]] = set()
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ lifecycle
 
     async def start(self) -> None:
-        """Have a host that answers; raises EngineError where none has room or comes up."""
+        """Start the engine on a node; EngineError if no node has room or the start fails."""
         async with self._life:
             if self._client is not None:
                 if await self._answers():
@@ -77,7 +77,7 @@ class RemoteEngine:
             args = (self.name, self._recipe, self._model, place.gpus)
             self._actor = nodes.make_actor(EngineActor, place, self._need.cpus, *args)
             starting = self._actor.start.remote(place.node.address, token)
-            url, pids = await nodes.answer(starting, f"{self.name} starts", start_s)
+            url, pids = await nodes.answer(starting, f"start of {self.name}", start_s)
             self._client = EngineClient(self.name, url, token)
             self._capacity = await self._client.capacity()
         except BaseException as error:
@@ -88,17 +88,17 @@ class RemoteEngine:
         self._notify("placed", part=self.name, node=place.node.address, url=url, pids=pids)
 
     async def close(self) -> None:
-        """End the engine and give its place back. Idempotent."""
+        """Stop the engine gracefully and release its place. Idempotent."""
         async with self._life:
-            await self._end(gently=True)
+            await self._end(graceful=True)
 
-    async def _end(self, *, gently: bool = False) -> None:
+    async def _end(self, *, graceful: bool = False) -> None:
         actor, self._actor = self._actor, None
         client, self._client = self._client, None
         if actor is not None:
-            if gently:
+            if graceful:
                 try:
-                    await nodes.answer(actor.stop.remote(), f"{self.name} stops", STOP_DEADLINE_S)
+                    await nodes.answer(actor.stop.remote(), f"stop of {self.name}", STOP_DEADLINE_S)
                 except (NodeError, DeadlineError) as error:
                     self._notify("not_stopped", part=self.name, why=str(error))
             nodes.kill(actor)
@@ -108,7 +108,7 @@ class RemoteEngine:
         self._ledger.release(self.name)
 
     async def abort(self) -> None:
-        """Kill a host that hangs or is lost: calls that wait for it fail at once."""
+        """Kill an engine that hangs or is lost; its pending calls fail immediately."""
         async with self._life:
             await self._end()
 
@@ -122,13 +122,13 @@ class RemoteEngine:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, deadline_s: float
     ) -> Generation:
-        """Sample a continuation there."""
+        """Sample a continuation on the engine's node."""
         return await self._alive().generate(
             prompt_ids, sampling, session=session, deadline_s=deadline_s
         )
 
     async def release(self, session: str) -> None:
-        """Let a session's prefix go; told in the background, as nobody needs to wait for it."""
+        """Release a session's cached prefix in the background: no caller needs to wait."""
         if self._client is not None:
             task = asyncio.ensure_future(self._release(self._client, session))
             self._releases.add(task)
@@ -137,29 +137,29 @@ class RemoteEngine:
     async def _release(self, client: EngineClient, session: str) -> None:
         try:
             await client.release(session)
-        except (EngineError, DeadlineError) as error:  # the next turn or look will find it dead
-            log.info("%s was not released: %s", session, error)
+        except (EngineError, DeadlineError) as error:  # the next turn or check will notice
+            log.info("session %s was not released: %s", session, error)
 
     def capacity(self) -> EngineCapacity:
-        """What the engine said it can hold when it was started."""
+        """The capacity that the engine reported at its start."""
         if self._capacity is None:
             raise EngineError(f"{self.name}: not started")
         return self._capacity
 
     async def load(self) -> EngineLoad:
-        """What the engine is doing now."""
+        """Current load of the engine."""
         return await self._alive().load()
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Logprobs by the weights that serve."""
+        """Logprob of each token after the first, under the current weights."""
         return await self._alive().score(token_ids, CONTROL_DEADLINE_S)
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Name the directory of the new weights; the engine's node reads them itself."""
+        """Install weights from a directory, which the engine's node reads."""
         if update.path is None:
-            raise UserError(f"{self.name}: version {update.version} must come as files")
+            raise UserError(f"{self.name}: version {update.version} must be given as files")
         await self._alive().weights(update.version, update.path, hold=update.hold)
 
     async def resume(self) -> None:
-        """Go on after an update with `hold`."""
+        """Let running requests continue after an update with `hold`."""
         await self._alive().resume()

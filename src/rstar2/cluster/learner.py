@@ -1,8 +1,8 @@
-"""Learner ranks as actors, behind the interface of the ranks of one machine.
+"""Learner ranks as Ray actors, with the interface of ranks on one machine.
 
 Commands and batches go to the ranks as actor calls; gradients and shards go between them over
 torch.distributed (gloo on CPUs, nccl on GPUs). A rank that dies ends the group with RankError, as
-on one machine: the trainer makes a new group and resumes from the last checkpoint.
+on one machine: the trainer starts a new group and resumes from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RemoteRanks:
         self._names: list[str] = []
 
     def start(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Place the ranks, let them meet, and make a learner in each."""
+        """Place the ranks, form the process group and create a learner in each."""
         assert self._recipe.cluster is not None
         start_s = self._recipe.cluster.start_s
         ranks = self._recipe.learner.ranks
@@ -41,16 +41,16 @@ class RemoteRanks:
                 place = self._ledger.take(need)
                 if place is None:
                     raise RecipeError(
-                        f"the cluster has room for {rank} of learner.ranks = {ranks}: ask for "
-                        "fewer, or add nodes"
+                        f"the cluster has room for {rank} of learner.ranks = {ranks}: "
+                        "use fewer ranks or add nodes"
                     )
                 self._names.append(need.name)
                 self._actors.append(nodes.make_actor(RankActor, place, need.cpus, rank, place.gpus))
                 places.append(place)
             first = places[0].node.address
-            asked = [self._actors[0].rendezvous.remote(first)]
-            meeting, _ = self._answers("rendezvous", asked, start_s)[0]
-            joined = [a.join.remote(meeting, ranks, args, options) for a in self._actors]
+            rendezvous = [self._actors[0].rendezvous.remote(first)]
+            address, _ = self._answers("rendezvous", rendezvous, start_s)[0]
+            joined = [a.join.remote(address, ranks, args, options) for a in self._actors]
             pids = self._answers("start", joined, start_s)
         except BaseException:
             self.close(grace_s=0.0)
@@ -59,7 +59,7 @@ class RemoteRanks:
             self._notify("placed", part=name, node=place.node.address, pids=[pid])
 
     def call(self, method: str, args: tuple[Any, ...], deadline_s: float) -> Any:
-        """Rank 0's answer once all ranks have answered."""
+        """Call a method on all ranks; returns rank 0's result once all have answered."""
         import ray
 
         packed = ray.put(args)
@@ -67,13 +67,13 @@ class RemoteRanks:
             method, [a.call.remote(method, packed) for a in self._actors], deadline_s
         )[0]
 
-    def _answers(self, method: str, asked: list[Any], deadline_s: float) -> list[Any]:
-        """All answers; the first failure ends the wait for the others."""
+    def _answers(self, method: str, references: list[Any], deadline_s: float) -> list[Any]:
+        """Results of all ranks; the first failure ends the wait for the others."""
         import ray
         from ray.exceptions import RayError, RayTaskError
 
         ends = time.monotonic() + deadline_s
-        missing = {reference: rank for rank, reference in enumerate(asked)}
+        missing = {reference: rank for rank, reference in enumerate(references)}
         answers: dict[int, Any] = {}
         while missing:
             ready, _ = ray.wait(list(missing), num_returns=1, timeout=POLL_S)
@@ -94,10 +94,10 @@ class RemoteRanks:
                     f"learner rank(s) {sorted(missing.values())} did not answer {method} within "
                     f"{deadline_s:g} s"
                 )
-        return [answers[rank] for rank in range(len(asked))]
+        return [answers[rank] for rank in range(len(references))]
 
     def close(self, grace_s: float = 0.0) -> None:
-        """End all ranks now: what they held is in the checkpoints."""
+        """Kill all ranks: the checkpoints hold their state."""
         for actor in self._actors:
             nodes.kill(actor)
         for name in self._names:

@@ -1,7 +1,7 @@
-"""Ray, as far as rstar2 uses it: join or start a cluster, list nodes, make and end actors.
+"""The Ray calls that rstar2 uses: join or start a cluster, list nodes, create and kill actors.
 
-All calls that may block run in threads, so the driver's event loop never waits for Ray; every
-wait has a deadline and a name. `import ray` is here and in the functions that need it only.
+Calls that may block run in threads, so the driver's event loop never waits for Ray; every wait has
+a deadline and a name. Ray is imported only inside the functions that need it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def connect(address: str | None, *, cpus: float) -> None:
         "include_dashboard": False,
     }
     if address is None:
-        os.environ.setdefault("RAY_worker_niceness", "0")  # actors are the work, not background
-        # Parts take turns on the cores of one machine: Ray must not refuse them a place.
+        os.environ.setdefault("RAY_worker_niceness", "0")  # actors are no background jobs
+        # Parts share the cores of one machine: Ray must admit them even if there are too few.
         options["num_cpus"] = max(os.cpu_count() or 1, int(-(-cpus // 1)))
     else:
         options = {"address": address, "log_to_driver": False, "logging_level": logging.ERROR}
@@ -47,25 +47,25 @@ def connect(address: str | None, *, cpus: float) -> None:
         ray.init(**options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = address or "this machine"
-        raise UserError(f"no Ray cluster could be joined at {where}: {error}") from error
+        raise UserError(f"could not join or start a Ray cluster at {where}: {error}") from error
 
 
 def disconnect() -> None:
-    """Leave the cluster; actors of this driver end with it."""
+    """Disconnect from the cluster; Ray ends the actors of this driver."""
     import ray
 
     ray.shutdown()
 
 
 def list_nodes() -> tuple[Node, ...]:
-    """Living nodes, in the order of their ids; NodeError if Ray cannot tell."""
+    """Alive nodes, sorted by id; NodeError if Ray cannot list them."""
     import ray
     from ray.exceptions import RayError
 
     try:
         entries = ray.nodes()
     except (RayError, RuntimeError, OSError) as error:
-        raise NodeError(f"Ray does not tell its nodes: {_first_line(error)}") from error
+        raise NodeError(f"Ray cannot list its nodes: {_first_line(error)}") from error
     alive = []
     for entry in entries:
         if entry["Alive"]:
@@ -82,9 +82,9 @@ def list_nodes() -> tuple[Node, ...]:
 
 
 def make_actor(kind: type, place: Place, cpus: float, *args: Any, concurrency: int = 0) -> Any:
-    """An actor of a class on a given node, and nowhere else; not yet known to be alive.
+    """Create an actor on a given node and no other; returns before the actor is alive.
 
-    GPUs are handed out by our own ledger (`Place.gpus`), so Ray is asked for CPUs alone.
+    The ledger assigns GPUs (`Place.gpus`), so only CPUs are requested from Ray.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -101,7 +101,7 @@ def make_actor(kind: type, place: Place, cpus: float, *args: Any, concurrency: i
 
 
 async def answer(reference: Awaitable[T], what: str, deadline_s: float) -> T:
-    """An actor's answer; its death is a NodeError, its own named errors are raised as they are."""
+    """Await an actor's result; NodeError if it died. Errors of rstar2 are raised unchanged."""
     from ray.exceptions import RayError, RayTaskError
 
     try:
@@ -119,29 +119,29 @@ async def answer(reference: Awaitable[T], what: str, deadline_s: float) -> T:
 
 
 def kill(actor: Any) -> None:
-    """End an actor's process now; a no-op if it has ended."""
+    """Kill an actor's process; a no-op if it has ended."""
     import ray
     from ray.exceptions import RayError
 
     try:
         ray.kill(actor, no_restart=True)
     except (RayError, ValueError) as error:
-        logging.getLogger(__name__).info("an actor was gone already: %s", error)
+        logging.getLogger(__name__).info("the actor had already ended: %s", error)
 
 
 def on_every_node(function: Callable[..., T], *args: Any, deadline_s: float) -> dict[str, T | str]:
-    """What a function answers on each living node, by the node's address; or why it did not."""
+    """Run a function on every alive node; returns its result or error text by node address."""
     import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    asked = {}
+    references = {}
     for node in list_nodes():
         strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
         task = ray.remote(function).options(num_cpus=0, scheduling_strategy=strategy)
-        asked[f"{node.address} ({node.id[:6]})"] = task.remote(*args)
+        references[f"{node.address} ({node.id[:6]})"] = task.remote(*args)
     answers: dict[str, T | str] = {}
-    for name, reference in asked.items():
+    for name, reference in references.items():
         try:
             answers[name] = ray.get(reference, timeout=deadline_s)
         except RayError as error:
@@ -150,7 +150,7 @@ def on_every_node(function: Callable[..., T], *args: Any, deadline_s: float) -> 
 
 
 def visible(gpus: tuple[int, ...]) -> Mapping[str, str]:
-    """What makes a process see its own GPUs and no others."""
+    """Environment variables that limit a process to the given GPUs."""
     if not gpus:
         return {}
     listed = ",".join(map(str, gpus))

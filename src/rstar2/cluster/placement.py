@@ -1,11 +1,11 @@
-"""Which part runs on which node: a ledger of what nodes have and who takes it. Pure, no Ray.
+"""Assigns engines and learner ranks to nodes, with a ledger of CPUs and GPUs. Pure, no Ray.
 
 Invariants
-- What is taken of a node never exceeds what it has; a part has one place until it is released.
-- GPUs have numbers, and one number is given once per *book*. Colocated, engines and learner ranks
-  have a book each, so that they share GPUs and take turns; apart, they share one book.
+- Resources taken on a node never exceed what it has; a part has one place until it is released.
+- A GPU number is assigned once per *book*. With colocation, engines and learner ranks have separate
+  books, so that they share GPUs and take turns; otherwise they share one book.
 - Parts are spread: the node with the largest free share first. Learner ranks with GPUs are packed:
-  the fuller node first, so that most of their traffic stays inside nodes.
+  the fullest node first, so that most of their traffic stays inside nodes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rstar2.errors import InvariantError, RecipeError
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What one machine offers."""
+    """Resources of one machine."""
 
     id: str
     address: str
@@ -29,7 +29,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one part wants."""
+    """Resources that one part needs."""
 
     name: str
     cpus: float
@@ -40,14 +40,16 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a part runs, and which of the node's GPUs are its own."""
+    """The node that a part runs on, and the GPUs assigned to it."""
 
     node: Node
     gpus: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
-class _Held:
+class _NodeState:
+    """A node and the parts placed on it."""
+
     node: Node
     parts: dict[str, tuple[Need, Place]] = field(default_factory=dict)
 
@@ -64,63 +66,63 @@ class Ledger:
     """Nodes and the parts on them."""
 
     def __init__(self, nodes: Iterable[Node] = ()) -> None:
-        self._nodes: dict[str, _Held] = {}
+        self._nodes: dict[str, _NodeState] = {}
         for node in nodes:
             self.join(node)
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        return tuple(held.node for held in self._nodes.values())
+        return tuple(state.node for state in self._nodes.values())
 
     def join(self, node: Node) -> None:
-        """A node can take parts."""
+        """Add a node."""
         if node.id in self._nodes:
             raise InvariantError(f"node {node.id} joined twice")
-        self._nodes[node.id] = _Held(node)
+        self._nodes[node.id] = _NodeState(node)
 
     def leave(self, node_id: str) -> tuple[str, ...]:
-        """A node was lost: returns the parts that were on it. A second call does nothing."""
-        held = self._nodes.pop(node_id, None)
-        return () if held is None else tuple(held.parts)
+        """Remove a lost node; returns the parts that were on it. Idempotent."""
+        state = self._nodes.pop(node_id, None)
+        return () if state is None else tuple(state.parts)
 
     def place_of(self, name: str) -> Place | None:
-        """Where a part is; None if nowhere."""
-        for held in self._nodes.values():
-            if name in held.parts:
-                return held.parts[name][1]
+        """The place of a part; None if it has none."""
+        for state in self._nodes.values():
+            if name in state.parts:
+                return state.parts[name][1]
         return None
 
     def take(self, need: Need) -> Place | None:
-        """Find a place for a part and keep it; None if no node has room."""
+        """Reserve a place for a part; None if no node has room."""
         if self.place_of(need.name) is not None:
-            raise InvariantError(f"{need.name} has a place already")
+            raise InvariantError(f"{need.name} already has a place")
         fitting = [
-            held
-            for held in self._nodes.values()
-            if held.free_cpus >= need.cpus and len(held.free_gpus(need.book)) >= need.gpus
+            state
+            for state in self._nodes.values()
+            if state.free_cpus >= need.cpus and len(state.free_gpus(need.book)) >= need.gpus
         ]
         if not fitting:
             return None
-        held = max(fitting, key=lambda h: self._preference(h, need))
-        place = Place(held.node, tuple(held.free_gpus(need.book)[: need.gpus]))
-        held.parts[need.name] = (need, place)
+        state = max(fitting, key=lambda candidate: self._preference(candidate, need))
+        place = Place(state.node, tuple(state.free_gpus(need.book)[: need.gpus]))
+        state.parts[need.name] = (need, place)
         return place
 
     def release(self, name: str) -> None:
-        """A part has ended; nothing happens if its node went before."""
-        for held in self._nodes.values():
-            held.parts.pop(name, None)
+        """Free the place of a part; a no-op if it has none."""
+        for state in self._nodes.values():
+            state.parts.pop(name, None)
 
-    def _preference(self, held: _Held, need: Need) -> tuple[float, float]:
-        """The larger, the better; among equals the node that joined first."""
-        share = held.free_cpus / held.node.cpus if held.node.cpus else 0.0
-        gpus = len(held.free_gpus(need.book)) / held.node.gpus if held.node.gpus else 0.0
+    def _preference(self, state: _NodeState, need: Need) -> tuple[float, float]:
+        """Sort key: the largest wins, and among equals the node that joined first."""
+        share = state.free_cpus / state.node.cpus if state.node.cpus else 0.0
+        gpus = len(state.free_gpus(need.book)) / state.node.gpus if state.node.gpus else 0.0
         sign = -1.0 if need.pack else 1.0
         return (sign * gpus, sign * share)
 
 
 def engine_need(recipe: Recipe, index: int, *, gpus: bool) -> Need:
-    """What engine number `index` wants on a cluster with or without GPUs."""
+    """Resources of engine number `index` on a cluster with or without GPUs."""
     cluster = recipe.cluster
     assert cluster is not None
     book = "engine" if cluster.colocate else "gpu"
@@ -129,7 +131,7 @@ def engine_need(recipe: Recipe, index: int, *, gpus: bool) -> Need:
 
 
 def rank_need(recipe: Recipe, rank: int, *, gpus: bool) -> Need:
-    """What learner rank number `rank` wants."""
+    """Resources of learner rank number `rank`."""
     cluster = recipe.cluster
     assert cluster is not None
     book = "rank" if cluster.colocate else "gpu"
@@ -137,7 +139,7 @@ def rank_need(recipe: Recipe, rank: int, *, gpus: bool) -> Need:
 
 
 def check_room(recipe: Recipe, nodes: Iterable[Node]) -> None:
-    """All ranks and at least one engine have a place, or the recipe is refused by name."""
+    """Raise RecipeError unless the nodes have room for all learner ranks and engines."""
     ledger = Ledger(nodes)
     gpus = any(node.gpus for node in ledger.nodes)
     for rank in range(recipe.learner.ranks):
@@ -150,4 +152,4 @@ def check_room(recipe: Recipe, nodes: Iterable[Node]) -> None:
 
 def _no_room(what: str, ledger: Ledger) -> str:
     have = ", ".join(f"{n.cpus:g} CPUs and {n.gpus} GPUs" for n in ledger.nodes) or "no node"
-    return f"the cluster ({have}) has room for {what}: ask for fewer, or add nodes"
+    return f"the cluster ({have}) has room for {what}: use fewer or add nodes"

@@ -1,16 +1,17 @@
-"""A cluster as the pipeline sees it: engines, learner ranks and code environments, supervised.
+"""Starts and supervises engines, learner ranks and code environments on a Ray cluster.
 
     fault              detection                                 recovery
-    engine process     its connection breaks: at once            its turns go elsewhere, by id; it
-                       (idle: the next look at its load)         restarts, stale until verified
-    engine hangs       cannot score within engine.hang_s         its host is ended; then the same
-    code environment   its actor reports it: at once             the same calls elsewhere, by id; it
-                                                                 is started again on its node
-    learner rank       its call breaks: at once                  a new group, the last checkpoint
-    node               Ray's health check; every watch_s         all of this, on other nodes
-    node joins         every watch_s                             it gets a code environment, and at
-                                                                 the next publish missing engines
-    driver             Ray ends its actors                       the same command resumes
+    engine process     its connection breaks: immediate          other engines take its turns by id;
+                       (idle: at the next load check)            it restarts, stale until verified
+    engine hangs       cannot score within engine.hang_s         its actor is killed; then as above
+    code environment   its actor reports it: immediate           other nodes take its calls by id;
+                                                                 it restarts on its node
+    learner rank       its call fails: immediate                 a new group resumes from the last
+                                                                 checkpoint
+    node               Ray's health check, every watch_s         all of the above, on other nodes
+    node joins         every watch_s                             it gets a code environment, and
+                                                                 missing engines at the next publish
+    driver             Ray ends its actors                       the same command resumes the run
 
 `RayCluster` keeps no state that a resumed run would need.
 """
@@ -71,7 +72,7 @@ class RayCluster:
         return RemoteRanks(self.recipe, self.ledger, self.notify)
 
     async def tools(self) -> CodeEnvClient:
-        """A client of one code environment per node, or of those that the recipe names."""
+        """A client of one code environment per node, or of those in `codeenv.urls`."""
         config = self.recipe.codeenv
         if config.urls:
             return await CodeEnvClient.start(config)
@@ -106,32 +107,32 @@ class RayCluster:
                 await self._joined(alive[node_id])
 
     async def _left(self, node: Node) -> None:
-        """A node was lost: calls that wait for its parts fail at once."""
+        """Handle a lost node: pending calls to its engines fail immediately."""
         parts = self.ledger.leave(node.id)
         log.warning("node %s was lost, with %s", node.address, ", ".join(parts) or "no part")
         self.notify("node_lost", node=node.id, address=node.address, parts=list(parts))
         if node.id in self._servers:
-            self._servers.pop(node.id).gone = True
+            self._servers.pop(node.id).node_lost = True
         await asyncio.gather(*(e.abort() for e in self._engines if e.name in parts))
 
     async def _joined(self, node: Node) -> None:
-        """A node has joined: it gets a code environment now, and engines as they are started."""
+        """Handle a new node: it gets a code environment now, and engines when they start."""
         self.ledger.join(node)
         self.notify("node_joined", node=node.id, address=node.address)
         if self._tools is not None:
             self._tools.add(self._server(node))
 
     async def close(self) -> None:
-        """Stop the checks; the callers close the parts that they were given."""
+        """Stop the node checks; callers close the parts that they requested."""
         self._watching.cancel()
         results = await asyncio.gather(self._watching, return_exceptions=True)
         if isinstance(results[0], Exception):
-            log.warning("watching the nodes had failed: %r", results[0])
+            log.warning("the node checks had failed: %r", results[0])
 
 
 @asynccontextmanager
 async def open_ray_cluster(recipe: Recipe, notify: Notify) -> AsyncIterator[RayCluster]:
-    """Join or start the cluster, check that the recipe has room on it, and watch it."""
+    """Join or start the cluster, check that the recipe fits on it, and watch its nodes."""
     assert recipe.cluster is not None
     wanted = (
         recipe.engine.count * recipe.cluster.engine_cpus
@@ -141,10 +142,10 @@ async def open_ray_cluster(recipe: Recipe, notify: Notify) -> AsyncIterator[RayC
     try:
         known_nodes = await asyncio.to_thread(nodes.list_nodes)
         check_room(recipe, known_nodes)
-        site = RayCluster(recipe, known_nodes, notify)
+        cluster = RayCluster(recipe, known_nodes, notify)
         try:
-            yield site
+            yield cluster
         finally:
-            await site.close()
+            await cluster.close()
     finally:
         await asyncio.to_thread(nodes.disconnect)

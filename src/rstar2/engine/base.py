@@ -1,11 +1,11 @@
-"""What the rest of rstar2 asks of an inference engine.
+"""The interface of inference engines.
 
-`Generator` is the only thing the agent loop knows; a single engine and the scheduled fleet both
-are one. `Engine` adds what the scheduler and the learner need. Promises of every engine:
+`Generator` is all that the agent loop uses; a single engine and the scheduled fleet both implement
+it. `Engine` adds what the scheduler and the learner need. Every engine guarantees:
 
-- `generate` returns the sampled ids with the logprob each had under the distribution it was
-  sampled from (after temperature, top-p, top-k), and the weight version of each token.
-- Awaiting never blocks the event loop; a deadline passed raises DeadlineError, a dead engine
+- `generate` returns the sampled ids, the logprob of each under the distribution it was sampled from
+  (after temperature, top-p, top-k), and the weight version of each token.
+- Awaiting never blocks the event loop. A missed deadline raises DeadlineError, a dead engine
   EngineError. Cancelling the awaiting task frees the request's KV.
 - After `update_weights` no KV computed under older weights is reused.
 """
@@ -36,7 +36,7 @@ class Generator(Protocol):
         ...
 
     async def release(self, session: str) -> None:
-        """The trajectory ended: its cached prefix may go. Idempotent."""
+        """Signal that the trajectory ended: its cached prefix may be evicted. Idempotent."""
         ...
 
 
@@ -48,7 +48,7 @@ class WeightUpdate:
     state: Mapping[str, torch.Tensor] | None = None
     path: Path | None = None
     hold: bool = False
-    """Sample nothing under the new weights before `resume`: they are yet to be proven."""
+    """Sample nothing under the new weights before `resume`: they are not verified yet."""
 
 
 class Engine(Generator, Protocol):
@@ -56,22 +56,22 @@ class Engine(Generator, Protocol):
 
     name: str
     weight_transfer: WeightTransfer
-    """How it takes new weights: as a `WeightUpdate` with `path` or with `state`."""
+    """How it receives new weights: as a `WeightUpdate` with `path` or with `state`."""
 
     async def start(self) -> None:
-        """Be able to serve; a no-op if it is. A restarted engine has stale weights."""
+        """Start the engine; a no-op if it is running. A restarted engine has stale weights."""
         ...
 
     def capacity(self) -> EngineCapacity:
-        """The KV cache and the number of sequences it can hold."""
+        """Size of the KV cache, and the limits on sequences and length."""
         ...
 
     async def load(self) -> EngineLoad:
-        """What it holds and does now."""
+        """Current KV usage, running and waiting requests, and weight version."""
         ...
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Install new weights between two steps; no KV of the old ones is reused."""
+        """Install new weights between two steps; KV of the old weights is not reused."""
         ...
 
     async def resume(self) -> None:
@@ -79,13 +79,13 @@ class Engine(Generator, Protocol):
         ...
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Logprob of each token after the first, at temperature 1: the probe of Invariant 7."""
+        """Logprob of each token after the first, at temperature 1; the probe of Invariant 7."""
         ...
 
     async def close(self) -> None:
-        """End in order; pending calls raise EngineError. Idempotent."""
+        """Shut down gracefully; pending calls raise EngineError. Idempotent."""
         ...
 
     async def abort(self) -> None:
-        """End an engine that hangs or is unreachable, without asking it; as `close` otherwise."""
+        """Like `close`, but kill an engine that hangs or is unreachable instead of asking it."""
         ...

@@ -1,17 +1,18 @@
-"""Continuous batching: which sequences run, where their KV is, and one step of all of them.
+"""Continuous batching: admission, KV allocation and one step of all running sequences.
 
-A request waits (FIFO) until there is a slot and room for its prompt, is prefilled in chunks next
-to the tokens of the others, decodes one token a step, and leaves; its KV is then parked under its
-session until the session's next prompt extends it, the session is released, or room is needed
-(least recently used first). Fresh requests with equal prompts share one prefill.
+A request waits in a FIFO queue until there is a slot and KV for its prompt. It is prefilled in
+chunks, batched with the tokens of other requests, then decodes one token per step until it ends.
+Its KV is parked under its session until the session's next prompt extends it, the session is
+released, or the blocks are needed (least recently used first). New requests with equal prompts
+share one prefill.
 
-A running request that finds no room for its next block, after all parked prefixes are freed, sends
-the youngest running one back to the head of the queue: its KV is dropped, its tokens are kept and
-prefilled again (a preemption; counted).
+When a running request needs a block and none is free, even after all parked prefixes are evicted,
+the youngest running request is preempted: it returns to the head of the queue, its KV is dropped,
+and its tokens are kept and prefilled again.
 
 Invariants:
 - Blocks in use (rows and parked prefixes) never exceed the budget (`Blocks` raises otherwise).
-- A token is never sampled twice: preemption and weight updates keep what was sampled.
+- A token is never sampled twice: preemption and weight updates keep sampled tokens.
 - No KV outlives the weights it was computed with: an update drops everything parked, and running
   requests are prefilled again under the new weights; each token keeps its own version.
 """
@@ -42,11 +43,11 @@ from rstar2.errors import UserError
 from rstar2.types import EngineLoad, Finish
 
 PREFILL_TOKENS = 1024
-"""Prompt tokens computed in one step at most, so that decoding continues beside long prompts."""
+"""Maximum prompt tokens per step, so that long prompts do not stall decoding."""
 
 
 class Batcher:
-    """All state of one engine, driven by `step`."""
+    """The state of one engine, advanced by `step`."""
 
     def __init__(
         self, decoder: Decoder, *, kv_tokens: int, max_sequences: int, max_length: int, version: int
@@ -77,14 +78,14 @@ class Batcher:
     # ------------------------------------------------------------------ requests
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request, or refuse one that could never be served."""
+        """Queue a request; UserError if it could never be served."""
         room = self.blocks.total * self.blocks.block
         check_request(request, self.decoder.shape.vocabulary, self.max_length, room)
         self._waiting.append(request)
 
     @torch.inference_mode()
     def cancel(self, request_id: int) -> bool:
-        """Forget a request and free its KV; False when it has ended already."""
+        """Drop a request and free its KV; False if it has already ended."""
         for slot, request in self._running.items():
             if request.id == request_id:
                 self._leave(slot, park=False)
@@ -96,7 +97,7 @@ class Batcher:
         return False
 
     def release(self, session: str) -> None:
-        """Drop what is parked for a session, and do not park what still runs for it."""
+        """Drop the parked KV of a session; its running requests are not parked when they end."""
         self._unpark(session)
         for request in (*self._running.values(), *self._waiting):
             if request.session == session:
@@ -104,7 +105,7 @@ class Batcher:
 
     @torch.inference_mode()
     def install(self, state: Mapping[str, torch.Tensor], version: int) -> None:
-        """Take new weights between steps; running requests start over from their tokens."""
+        """Install new weights between steps; running requests are prefilled again."""
         self.decoder.install(state)
         for slot in reversed(list(self._running)):
             self._requeue(slot)
@@ -123,7 +124,7 @@ class Batcher:
         )
 
     def score(self, ids: Ids) -> list[float]:
-        """Logprob of each token after the first at temperature 1: the probe of an update."""
+        """Logprob of each token after the first at temperature 1; verifies an update."""
         if not 0 < len(ids) <= self.max_length:
             raise UserError(f"token_ids: {len(ids)} tokens; 1 to {self.max_length} can be scored")
         if ids.min() < 0 or ids.max() >= self.decoder.shape.vocabulary:
@@ -138,7 +139,7 @@ class Batcher:
 
     @torch.inference_mode()
     def step(self) -> list[EndedRequest]:
-        """Admit, compute one token for every running sequence, and let the finished leave."""
+        """Admit requests, compute one token per running sequence, and return those that ended."""
         self._make_room_to_decode()
         self._admit()
         plan = self._plan()
@@ -166,7 +167,7 @@ class Batcher:
         order = np.array(slots, dtype=np.int64)
         positions = self._slots.computed[order]
         ids = [self._slots.tokens[order, positions]]
-        spots = [positions]
+        position_parts = [positions]
         first, last = len(slots), list(range(len(slots)))
         chunks: list[tuple[int, int]] = []
         room = PREFILL_TOKENS
@@ -174,7 +175,7 @@ class Batcher:
             if self._sharing.source(slot) is not None:
                 continue
             start = int(self._slots.computed[slot])
-            # Whole chunks only: where a prompt is cut must not depend on who came before it.
+            # Whole chunks only: chunk boundaries must not depend on other requests.
             count = min(PREFILL_TOKENS, int(self._slots.known[slot]) - start)
             if count > room:
                 break
@@ -182,7 +183,7 @@ class Batcher:
                 PrefillSegment(self._slab_of(slot), first, int(self._slots.row[slot]), start, count)
             )
             ids.append(self._slots.tokens[slot, start : start + count])
-            spots.append(np.arange(start, start + count))
+            position_parts.append(np.arange(start, start + count))
             chunks.append((slot, count))
             first += count
             room -= count
@@ -193,7 +194,7 @@ class Batcher:
             return None
         return _StepPlan(
             ids=torch.from_numpy(np.concatenate(ids)).to(device),
-            positions=torch.from_numpy(np.concatenate(spots)).to(device),
+            positions=torch.from_numpy(np.concatenate(position_parts)).to(device),
             segments=segments,
             slots=np.array(slots, dtype=np.int64),
             decoding=len(order),
@@ -204,7 +205,7 @@ class Batcher:
     def _decode_segment(self, slab: Slab, first: int) -> DecodeSegment:
         device = self.decoder.device
         lengths = self._slots.computed[slab.owners[: slab.active]]
-        reach = slab.length  # not the longest row's: a sum's order must not depend on neighbours
+        reach = slab.length  # not the longest row's: other rows must not change the order of sums
         per_head = torch.from_numpy(np.repeat(lengths, self.decoder.shape.kv_heads)).to(device)
         hidden = self._columns[:reach] > per_head[:, None, None]
         return DecodeSegment(
@@ -216,7 +217,7 @@ class Batcher:
         )
 
     def _begin_decoding(self, plan: _StepPlan, hidden: torch.Tensor) -> tuple[Ids, torch.Tensor]:
-        """Let complete prompts decode, and those that were waiting for a copy of them.
+        """Start decoding complete prompts and the requests that wait for a copy of one.
 
         Returns all slots that sample in this step, with their hidden states.
         """
@@ -245,7 +246,7 @@ class Batcher:
         return np.concatenate((plan.slots, np.array(copies, dtype=np.int64))), hidden
 
     def _sample(self, slots: Ids, hidden: torch.Tensor) -> list[EndedRequest]:
-        """Sample one token for each slot, and return the requests that ended with it."""
+        """Sample one token per slot; returns the requests that ended with it."""
         draw = sample(
             self.decoder.logits(hidden), self._slots.policy(slots), self._slots.noise(slots)
         )
@@ -259,7 +260,7 @@ class Batcher:
         return out
 
     def fresh_tokens(self) -> Iterator[tuple[EngineRequest, list[int]]]:
-        """Tokens sampled since the last call, of running requests that are streamed."""
+        """Tokens of running, streamed requests that were sampled since the last call."""
         for slot, request in self._running.items():
             if not request.stream:
                 continue
@@ -270,7 +271,7 @@ class Batcher:
             if fresh:
                 yield request, fresh
 
-    # ------------------------------------------------------------------ room
+    # ------------------------------------------------------------------ KV blocks
 
     def _evict(self, needed: int) -> bool:
         """Free parked prefixes, least recently used first, until `needed` blocks are free."""
@@ -286,7 +287,7 @@ class Batcher:
         return parked
 
     def _make_room_to_decode(self) -> None:
-        """Give every decoding row a place for its next token, preempting the youngest if none."""
+        """Ensure KV for the next token of every decoding row; preempts the youngest if needed."""
         for size in sorted(self._slabs, reverse=True):
             slab = self._slabs[size]
             owners = np.array(slab.owners[: slab.active], dtype=np.int64)
@@ -316,7 +317,7 @@ class Batcher:
         self._moved(new.activate(target))
 
     def _admit(self) -> None:
-        """Start waiting requests, in order, while there are slots and room."""
+        """Start waiting requests, in order, while there are free slots and blocks."""
         while self._waiting and self._free_slots:
             request = self._waiting[0]
             known = len(request.prompt) + len(request.tokens)
@@ -331,7 +332,7 @@ class Batcher:
             self._start(request, size, parked)
 
     def _start(self, request: EngineRequest, size: int, parked: ParkedPrefix | None) -> None:
-        """Give a request a slot and a row, with what is cached of its tokens."""
+        """Assign a slot and a row to a request, and copy its cached prefix."""
         slot = self._free_slots.pop()
         tokens = np.concatenate((request.prompt, np.array(request.tokens, dtype=np.int64)))
         end = len(request.prompt) + request.sampling.max_new_tokens
@@ -380,11 +381,11 @@ class Batcher:
         return request
 
     def _requeue(self, slot: int) -> None:
-        """Send a running request back to the head of the queue, with what it has sampled."""
+        """Return a running request to the head of the queue; it keeps its sampled tokens."""
         self._waiting.appendleft(self._leave(slot, park=False))
 
     def _collect(self, slot: int, request: EngineRequest) -> None:
-        """Copy what was sampled in this slot to the request."""
+        """Copy the tokens sampled in this slot to the request."""
         sampled = slice(int(self._slots.first[slot]), int(self._slots.known[slot]))
         count = sampled.stop - sampled.start
         if count:
@@ -421,7 +422,7 @@ class Batcher:
 
 @dataclass(frozen=True, slots=True)
 class _StepPlan:
-    """The tokens of one step."""
+    """The input of one forward pass."""
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -431,11 +432,11 @@ class _StepPlan:
     decoding: int
     chunks: list[tuple[int, int]]
     last: torch.Tensor | None
-    """Rows of the hidden states to sample from; None where that is all of them."""
+    """Rows of the hidden states to sample from; None for all rows."""
 
 
 def block_tokens(max_length: int) -> int:
-    """Block size for a maximal length: about 16 slabs, blocks of 32 to 256 tokens."""
+    """Block size for a maximum length: about 16 slabs, blocks of 32 to 256 tokens."""
     return min(256, max(32, -(-max_length // 16 // 32) * 32))
 
 

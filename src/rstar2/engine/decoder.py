@@ -1,13 +1,13 @@
 """The forward pass of Llama, Qwen2 and Qwen3 models over our own KV cache, in few fused operations.
 
-Tokens of all sequences are packed into one [N, hidden] tensor; only attention knows which token
-belongs to whom. A `Segment` says where: decode segments are one new token for each of the first
-rows of a slab, prefill segments are a run of tokens of one row.
+Tokens of all sequences are packed into one [N, hidden] tensor; only attention distinguishes
+sequences. A `Segment` locates their KV: a decode segment is one new token for each of the first
+rows of a slab, a prefill segment is a run of tokens of one row.
 
-Against transformers: same weights, same rotary frequencies, same formula; what differs
-is the order of floating-point sums. Rows of the q and k projections are permuted so that the two
-halves of a rotary pair are neighbours and RoPE is one complex product; queries and keys are
-permuted alike, so their products do not change.
+Weights, rotary frequencies and formulas are those of transformers; only the order of floating-point
+sums differs. Rows of the q and k projections are permuted so that the two halves of a rotary pair
+are adjacent and RoPE is one complex multiplication. Queries and keys are permuted alike, so their
+dot products do not change.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rstar2.model_config import DecoderConfig, UndescribedModelError, read_model
 KNOWN = ("llama", "qwen2", "qwen3")
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 LEAST_ROWS = 8
-"""Products over fewer rows are padded: BLAS sums a handful of rows in another order."""
+"""Matmuls over fewer rows are padded: BLAS sums in a different order for a few rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class DecodeSegment:
     rows: torch.Tensor
     positions: torch.Tensor
     mask: torch.Tensor
-    """[n * kv_heads, 1, reach]: 0 where a key may be seen, -inf beyond a row's length."""
+    """[n * kv_heads, 1, reach]: 0 for visible keys, -inf beyond a row's length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ Segment = DecodeSegment | PrefillSegment
 
 
 def read_decoder_config(model: Path) -> DecoderConfig:
-    """The configuration of a transformers directory; UserError where we cannot run the model."""
+    """Read a model's configuration; UserError if this engine cannot run the model."""
     try:
         config = read_model_config(model)
     except UndescribedModelError as error:
@@ -112,7 +112,7 @@ def read_weights(model: Path) -> dict[str, torch.Tensor]:
 
 
 def rotary_table(config: DecoderConfig, length: int) -> torch.Tensor:
-    """cos + i sin per (position, pair); frequencies other than the default are transformers'."""
+    """cos + i sin per (position, pair); transformers computes non-default frequencies."""
     rope, head_dim = config.rope, config.shape.head_dim
     if rope.kind in LENGTH_DEPENDENT_ROPE or rope.rotated_share != 1.0:
         raise UserError(
@@ -158,7 +158,7 @@ class Decoder:
         self.install(state)
 
     def install(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take new weights whole, or raise UserError and keep the old ones."""
+        """Install new weights, or raise UserError and keep the old ones."""
         shape = self.shape
         take = _StateReader(state, self.device, self.dtype)
         embedding = take("model.embed_tokens.weight", shape.vocabulary, shape.hidden)
@@ -210,7 +210,7 @@ class Decoder:
     def forward(
         self, ids: torch.Tensor, positions: torch.Tensor, segments: Sequence[Segment]
     ) -> torch.Tensor:
-        """Run the packed tokens, writing their KV; returns the last hidden states [N, hidden]."""
+        """Run the packed tokens and write their KV; returns the last hidden states [N, hidden]."""
         shape = self.shape
         x = F.embedding(ids, self.embedding)
         rotation = self._table.index_select(0, positions).unsqueeze(1)
@@ -232,7 +232,7 @@ class Decoder:
         return _linear(h, self.head, None)
 
     def _rotate(self, qkv: torch.Tensor, layer: LayerWeights, rotation: torch.Tensor) -> None:
-        """Apply qk-norm (where the model has it) and RoPE in place; values stay as they are."""
+        """Apply qk-norm (where the model has it) and RoPE in place; values are unchanged."""
         shape = self.shape
         if layer.q_norm is not None and layer.k_norm is not None:
             heads, both = shape.heads, shape.heads + shape.kv_heads
@@ -243,7 +243,7 @@ class Decoder:
         pairs = qk.unflatten(-1, (-1, 2))
         if self.dtype is torch.float32:
             torch.view_as_complex(pairs).mul_(rotation)
-        else:  # torch has no complex type of half precision
+        else:  # torch has no half-precision complex type for this
             turned = torch.view_as_complex(pairs.float()) * rotation
             qk.copy_(torch.view_as_real(turned).flatten(-2))
 
@@ -285,7 +285,7 @@ class Decoder:
 def score(decoder: Decoder, ids: npt.NDArray[np.int64], chunk: int) -> list[float]:
     """Logprob of each token after the first at temperature 1, `chunk` tokens at a time.
 
-    Runs the forward pass that serves, in a row of its own outside the KV budget.
+    Uses the same forward pass as generation, in a temporary row outside the KV budget.
     """
     shape, device = decoder.shape, decoder.device
     slab = Slab(
@@ -311,7 +311,7 @@ def score(decoder: Decoder, ids: npt.NDArray[np.int64], chunk: int) -> list[floa
 
 
 class _StateReader:
-    """Hands out tensors of a state dict by name, checking shape and remembering what is left."""
+    """Reads tensors of a state dict by name, checks shapes and tracks unused names."""
 
     def __init__(
         self, state: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype
@@ -337,7 +337,7 @@ class _StateReader:
             for want, have in zip(sizes, tensor.shape, strict=True)
         ):
             raise UserError(f"weights: {name} has shape {tuple(tensor.shape)}, expected {sizes}")
-        # A copy always: the caller may keep training the tensors it gave us.
+        # Always a copy: the caller may keep training its tensors.
         return tensor.detach().to(self._device, self._dtype, copy=True)
 
 
@@ -346,12 +346,12 @@ def _cat_biases(biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     if not present:
         return None
     if len(present) != len(biases):
-        raise UserError("weights: some of the projections that are fused have a bias, some do not")
+        raise UserError("weights: only some of the fused projections have a bias")
     return torch.cat(present)
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """linear(x), equal to the bit for a row whatever the other rows are (see LEAST_ROWS)."""
+    """linear(x), where each row's result does not depend on the other rows (see LEAST_ROWS)."""
     count = x.shape[0]
     if count >= LEAST_ROWS:
         return F.linear(x, weight, bias)
@@ -361,7 +361,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 def _residual(
     x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """x + linear(y), in one operation where there is no bias and there are rows enough."""
+    """x + linear(y), fused into one operation if there is no bias."""
     if bias is None and x.shape[0] >= LEAST_ROWS:
         return torch.addmm(x, y, weight.t())
     if bias is None:

@@ -1,17 +1,18 @@
-"""The embedded engine: our own batched decoder in a worker process (or thread) of this machine.
+"""The embedded engine: our own batched decoder in a worker process (or thread) on this machine.
 
-Promises, beyond those of `base.Engine`:
-- Nothing here computes: every call sends a frame and awaits its answer, so the event loop is
-  never blocked. `process=True` (default) keeps the model in a process of its own; `process=False`
-  runs the same worker in a thread and leaves torch's thread count as it is.
-- With equal weights, prompt, cached prefix and sampling, a request draws with the same noise
-  whatever runs beside it, and on a CPU with one thread its logprobs are equal to the bit: sums are
-  taken in an order that neighbours do not change (a test holds this where it runs). Elsewhere they
-  agree to about 1e-6, and two runs differ only where a draw falls that close between two tokens.
-- `update_weights` does not wait for running requests: they keep what they have sampled, their KV
-  is computed again under the new weights, and each token carries the version that sampled it.
-  With `hold` none of them is sampled further before `resume`.
-- When the worker dies, every pending call raises EngineError. `start()` then makes a new one, with
+Guarantees, beyond those of `base.Engine`:
+- Every call sends a frame and awaits the reply, so the event loop is never blocked. With
+  `process=True` (default) the model runs in a separate process; with `process=False` the same
+  worker runs in a thread, and torch's thread count is not changed.
+- With equal weights, prompt, cached prefix and sampling parameters, a request uses the same random
+  numbers whatever else is in the batch. On a CPU with one thread its logprobs are also
+  bit-identical, because other requests do not change the order of sums (a test checks this on the
+  machine it runs on). Elsewhere logprobs agree to about 1e-6, and two runs differ only where a
+  random number falls that close to the boundary between two tokens.
+- `update_weights` does not wait for running requests: they keep their sampled tokens, their KV is
+  recomputed under the new weights, and each token carries the version it was sampled under. With
+  `hold`, sampling pauses until `resume`.
+- When the worker dies, every pending call raises EngineError. `start()` then starts a new one, with
   the weights of the model directory and the version given at construction: stale until updated.
 - Temperature 0 is greedy and reports the model's own logprobs (temperature 1).
 """
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 START_DEADLINE_S = 300.0
 CONTROL_DEADLINE_S = 300.0
-"""Longest wait for load, score and update: they are answered between two steps."""
+"""Deadline of load, score and update, which the worker handles between two steps."""
 CLOSE_DEADLINE_S = 10.0
 
 OnToken = Callable[[list[int]], None]
@@ -86,11 +87,11 @@ class EmbeddedEngine:
         self._capacity = EngineCapacity(kv_tokens, max_sequences, max_length)
         self._updating = asyncio.Lock()
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ lifecycle
 
     @property
     def pid(self) -> int | None:
-        """The worker's process; None if there is none or it is a thread."""
+        """Process id of the worker; None if there is none or it is a thread."""
         return None if self._link is None else self._link.pid
 
     async def start(self) -> None:
@@ -106,7 +107,7 @@ class EmbeddedEngine:
                 first = await link.receive()
         except TimeoutError as error:
             await self.close()
-            raise DeadlineError(f"{self.name}: not ready in {START_DEADLINE_S:g} s") from error
+            raise DeadlineError(f"{self.name}: not ready within {START_DEADLINE_S:g} s") from error
         except asyncio.CancelledError:
             await self.close()
             raise
@@ -124,7 +125,7 @@ class EmbeddedEngine:
         self._reader = asyncio.create_task(self._read(link), name=f"{self.name}-reader")
 
     async def close(self) -> None:
-        """Stop the worker and fail what is pending; leaves no process, thread or file."""
+        """Stop the worker and fail pending calls; leaves no process, thread or file."""
         link, self._link = self._link, None
         reader, self._reader = self._reader, None
         if reader is not None:
@@ -142,7 +143,7 @@ class EmbeddedEngine:
         await self.close()
 
     async def _read(self, link: _Link) -> None:
-        """Deliver what the worker sends until it ends."""
+        """Dispatch the worker's messages until it ends."""
         while (message := await link.receive()) is not None:
             match message:
                 case wire.GenerationsEnded(results):
@@ -182,7 +183,7 @@ class EmbeddedEngine:
         return self._link
 
     async def _call(self, message: Any, deadline_s: float, what: str) -> Any:
-        """Send a message that has an id and await its answer; cancel it if we stop waiting."""
+        """Send a message with an id and await its reply; an abandoned generation is cancelled."""
         link = self._alive()
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._pending[message.id] = future
@@ -191,7 +192,7 @@ class EmbeddedEngine:
             async with asyncio.timeout(deadline_s):
                 return await future
         except TimeoutError as error:
-            raise DeadlineError(f"{self.name}: {what} not done in {deadline_s:g} s") from error
+            raise DeadlineError(f"{self.name}: {what} not done within {deadline_s:g} s") from error
         finally:
             del self._pending[message.id]
             answered = future.done() and not future.cancelled()
@@ -207,14 +208,14 @@ class EmbeddedEngine:
         deadline_s: float,
         on_token: OnToken | None = None,
     ) -> Generation:
-        """Sample a continuation; `on_token` is given the new ids as they come, in order."""
+        """Sample a continuation; `on_token` receives new ids in order as they are sampled."""
         started = time.monotonic()
         call = next(self._ids)
-        given = 0
+        streamed = 0
 
         def stream(tokens: list[int]) -> None:
-            nonlocal given
-            given += len(tokens)
+            nonlocal streamed
+            streamed += len(tokens)
             if on_token is not None:
                 on_token(tokens)
 
@@ -228,8 +229,8 @@ class EmbeddedEngine:
         finally:
             self._streams.pop(call, None)
         tokens = tuple(wire.unpack_ids(result.tokens).tolist())
-        if on_token is not None and given < len(tokens):
-            on_token(list(tokens[given:]))
+        if on_token is not None and streamed < len(tokens):
+            on_token(list(tokens[streamed:]))
         return Generation(
             token_ids=tokens,
             logprobs=wire.unpack_floats(result.logprobs),
@@ -249,18 +250,18 @@ class EmbeddedEngine:
             self._link.send(wire.Release(session))
 
     def capacity(self) -> EngineCapacity:
-        """What the engine can hold; exact (rounded down to blocks) once started."""
+        """KV cache size and limits; exact (rounded down to blocks) once started."""
         return self._capacity
 
     async def load(self) -> EngineLoad:
-        """What the worker is doing now."""
+        """Current load of the worker."""
         reply: wire.Load = await self._call(
             wire.AskLoad(next(self._ids)), CONTROL_DEADLINE_S, "load"
         )
         return reply.load
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Logprob of each token after the first, at temperature 1, by the weights that serve."""
+        """Logprob of each token after the first, at temperature 1, under the current weights."""
         message = wire.AskScore(next(self._ids), wire.pack_ids(token_ids))
         reply: wire.Scored = await self._call(message, CONTROL_DEADLINE_S, "score")
         return reply.logprobs
@@ -269,7 +270,7 @@ class EmbeddedEngine:
         """Install new weights between two steps; raises UserError if they do not fit the model."""
         if (update.state is None) == (update.path is None):
             raise UserError("update: give either state or path")
-        async with self._updating:  # one mailbox
+        async with self._updating:  # the mailbox holds one update at a time
             link = self._alive()
             if update.state is not None:
                 await asyncio.to_thread(_post, link.mailbox, update.state)
@@ -319,11 +320,11 @@ class _Link:
         self,
         streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
         mailbox: int,
-        body: _Body,
+        worker: _Worker,
     ) -> None:
         self._reader, self._writer = streams
         self.mailbox = mailbox
-        self._body = body
+        self._worker = worker
         self.lost = False
         self.closed = False
 
@@ -333,8 +334,8 @@ class _Link:
         mailbox = wire.open_mailbox()
         try:
             run = _spawn if process else _thread
-            body = run(settings, theirs, mailbox)
-            return cls(await asyncio.open_unix_connection(sock=ours), mailbox, body)
+            worker = run(settings, theirs, mailbox)
+            return cls(await asyncio.open_unix_connection(sock=ours), mailbox, worker)
         except OSError:
             ours.close()
             theirs.close()
@@ -343,7 +344,7 @@ class _Link:
 
     @property
     def pid(self) -> int | None:
-        return self._body.pid if isinstance(self._body, Child) else None
+        return self._worker.pid if isinstance(self._worker, Child) else None
 
     def send(self, message: wire.WorkerMessage) -> None:
         self._writer.write(wire.frame(message))
@@ -359,22 +360,22 @@ class _Link:
         return wire.read_for_engine(body)
 
     def kill(self) -> None:
-        """End a worker process at once; a thread ends when the link is closed."""
-        if isinstance(self._body, Child):
-            self._body.kill()
+        """Kill a worker process; a thread ends when the link is closed."""
+        if isinstance(self._worker, Child):
+            self._worker.kill()
 
     async def post_mortem(self) -> str:
         """One sentence on how the worker ended."""
-        if isinstance(self._body, threading.Thread):
-            await asyncio.to_thread(self._body.join, CLOSE_DEADLINE_S)
+        if isinstance(self._worker, threading.Thread):
+            await asyncio.to_thread(self._worker.join, CLOSE_DEADLINE_S)
             return "worker thread ended"
         try:
             async with asyncio.timeout(CLOSE_DEADLINE_S):
-                await self._body.wait()
+                await self._worker.wait()
         except TimeoutError:
-            self._body.kill()
-            await self._body.wait()
-        return f"worker {self._body.post_mortem()}"
+            self._worker.kill()
+            await self._worker.wait()
+        return f"worker {self._worker.post_mortem()}"
 
     async def close(self) -> None:
         try:
@@ -385,19 +386,19 @@ class _Link:
             with contextlib.suppress(ConnectionError):
                 await self._writer.wait_closed()
         finally:
-            if isinstance(self._body, threading.Thread):
-                await asyncio.to_thread(self._body.join, CLOSE_DEADLINE_S)
+            if isinstance(self._worker, threading.Thread):
+                await asyncio.to_thread(self._worker.join, CLOSE_DEADLINE_S)
             else:
-                await self._body.stop()
+                await self._worker.stop()
             self.closed = True
             os.close(self.mailbox)
 
 
-_Body = Child | threading.Thread
+_Worker = Child | threading.Thread
 
 
-def _spawn(settings: WorkerSettings, theirs: socket.socket, mailbox: int) -> _Body:
-    """Start the worker process. From this thread: the kernel ties its life to the thread's."""
+def _spawn(settings: WorkerSettings, theirs: socket.socket, mailbox: int) -> _Worker:
+    """Start the worker process. The kernel kills it when the calling thread ends."""
     command = [sys.executable, "-m", "rstar2.engine.worker"]
     command += ["--socket", str(theirs.fileno()), "--mailbox", str(mailbox)]
     command += ["--settings", msgspec.json.encode(settings).decode()]
@@ -413,7 +414,7 @@ def _spawn(settings: WorkerSettings, theirs: socket.socket, mailbox: int) -> _Bo
         )
 
 
-def _thread(settings: WorkerSettings, theirs: socket.socket, mailbox: int) -> _Body:
+def _thread(settings: WorkerSettings, theirs: socket.socket, mailbox: int) -> _Worker:
     def run() -> None:
         with theirs:
             EngineWorker(theirs, mailbox, settings).run()

@@ -1,4 +1,4 @@
-"""The engines that a recipe asks for, not yet started."""
+"""Creates the engines of a recipe, not yet started."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rstar2.errors import RecipeError
 
 
 def make_engines(recipe: Recipe, model_dir: Path | str) -> list[Engine]:
-    """One engine per `engine.count` or `engine.urls`."""
+    """`engine.count` engines, or one per entry of `engine.urls`."""
     if recipe.engine.kind == "vllm":
         return vllm_engines(recipe, model_dir)
     if recipe.engine.kind != "embedded":
         raise RecipeError(
-            f"engine.kind={recipe.engine.kind} takes no weights: train with embedded or vllm"
+            f"engine.kind={recipe.engine.kind} cannot receive weights: use embedded or vllm"
         )
     return [
         EmbeddedEngine(
@@ -32,7 +32,7 @@ def make_engines(recipe: Recipe, model_dir: Path | str) -> list[Engine]:
 
 
 def vllm_engines(recipe: Recipe, model_dir: Path | str) -> list[Engine]:
-    """vLLM servers: those at `engine.urls`, or as many of our own as `engine.count` says."""
+    """vLLM engines: the servers at `engine.urls`, or `engine.count` servers started here."""
     from rstar2.engine.vllm import VllmEngine
     from rstar2.engine.vllm_nccl import NcclTransfer
 
@@ -63,9 +63,9 @@ def vllm_engines(recipe: Recipe, model_dir: Path | str) -> list[Engine]:
 
 
 def server_settings(recipe: Recipe, model_dir: Path | str, index: int) -> ServerSettings:
-    """How the server number `index` is started here: on a core, or on a GPU.
+    """Settings of server number `index` on this machine, with or without GPUs.
 
-    Several GPUs are given out in turn, the learner's last (this has never been run).
+    Several GPUs are assigned round-robin, the learner's GPU 0 last (untested).
     """
     import torch
 

@@ -1,8 +1,8 @@
 """An OpenAI-compatible chat endpoint, for chat and evaluation only.
 
-It takes and gives text, so it is no `Generator`: there are no token ids, logprobs or weight
-versions to train on. Promises: answers are streamed, every wait ends by a deadline, a dead or
-refusing server is an EngineError that says what it answered, a wrong URL or key a UserError.
+It exchanges text, so it is not a `Generator`: there are no token ids, logprobs or weight versions
+to train on. Answers are streamed, and every wait has a deadline. A server that is down or fails
+raises EngineError with the server's message; a wrong URL or key raises UserError.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OnText = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class ChatReply:
-    """One assistant message. Token counts are the server's; 0 where it gave none."""
+    """One assistant message. Token counts are the server's; 0 if it reports none."""
 
     text: str
     finish: Finish
@@ -78,7 +78,7 @@ class OpenAIChat:
         deadline_s: float,
         on_text: OnText | None = None,
     ) -> ChatReply:
-        """Ask for one assistant message; `on_text` is given its pieces as they come."""
+        """Request one assistant message; `on_text` receives its pieces as they arrive."""
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [{"role": m.role, "content": m.content} for m in messages],
@@ -104,7 +104,7 @@ class OpenAIChat:
         usage: Mapping[str, Any] = {}
         url = f"{self.url}/chat/completions"
         async with self._http.stream("POST", url, json=body) as response:
-            await self._refuse(response)
+            await self._raise_for_status(response)
             async for chunk in _events(response):
                 usage = chunk.get("usage") or usage
                 for choice in chunk.get("choices", [])[:1]:
@@ -113,7 +113,7 @@ class OpenAIChat:
                         pieces.append(piece)
                         on_text(piece)
         if finish is None:
-            raise EngineError(f"{self.url}: the stream ended before the message did")
+            raise EngineError(f"{self.url}: the stream ended before the message was complete")
         return ChatReply(
             "".join(pieces),
             Finish.LENGTH if finish == "length" else Finish.STOP,
@@ -122,7 +122,7 @@ class OpenAIChat:
         )
 
     async def _find_model(self) -> None:
-        """Take the only model that the server offers, unless one was named."""
+        """Use the server's only model, unless one was named."""
         if self.model is not None:
             return
         try:
@@ -131,21 +131,21 @@ class OpenAIChat:
         except (TimeoutError, httpx.HTTPError) as error:
             reason = str(error) or type(error).__name__
             raise EngineError(f"{self.url} does not answer: {reason}") from error
-        await self._refuse(response)
+        await self._raise_for_status(response)
         try:
             names = [str(entry["id"]) for entry in response.json()["data"]]
         except (ValueError, KeyError, TypeError) as error:
-            raise EngineError(f"{self.url}/models: not an OpenAI-compatible answer") from error
+            raise EngineError(f"{self.url}/models: not an OpenAI-compatible response") from error
         if len(names) != 1:
-            raise UserError(f"--served-model is needed: {self.url} offers {', '.join(names)}")
+            raise UserError(f"--served-model is required: {self.url} serves {', '.join(names)}")
         self.model = names[0]
 
-    async def _refuse(self, response: httpx.Response) -> None:
-        """Turn an error status into the error it means, with what the server said."""
+    async def _raise_for_status(self, response: httpx.Response) -> None:
+        """Raise UserError or EngineError for an error status, with the server's message."""
         if response.is_success:
             return
-        said = (await response.aread()).decode("utf-8", "replace")[:500]
-        message = f"{response.request.url} answered {response.status_code}: {said}"
+        detail = (await response.aread()).decode("utf-8", "replace")[:500]
+        message = f"{response.request.url} answered {response.status_code}: {detail}"
         if response.status_code in (400, 401, 403, 404, 422):
             raise UserError(message)
         raise EngineError(message)
@@ -162,7 +162,7 @@ async def _events(response: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:
         try:
             chunk = json.loads(data)
         except ValueError as error:
-            raise EngineError(f"the stream holds what is not JSON: {data[:200]}") from error
+            raise EngineError(f"the stream contains invalid JSON: {data[:200]}") from error
         if "error" in chunk:
-            raise EngineError(f"the server failed while answering: {chunk['error']}")
+            raise EngineError(f"the server failed during the response: {chunk['error']}")
         yield chunk

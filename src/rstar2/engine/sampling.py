@@ -1,14 +1,14 @@
-"""From logits to tokens: temperature, top-k, top-p, and noise that belongs to the request.
+"""Sampling: temperature, top-k and top-p, with random numbers that depend on the request alone.
 
 Invariants:
-- The noise of a token is a hash of (request seed, position in the sequence), so it depends on
-  nothing else: not on neighbours, arrival order, preemption or the engine.
-- Every row is treated on its own; a filtered neighbour changes nothing.
-- The logprob is that of the distribution the token was drawn from. Greedy (temperature 0) has no
-  such distribution; it reports the model's own logprob (temperature 1), and so does its entropy.
+- The random number of a token is a hash of (request seed, position in the sequence). It does not
+  depend on other requests in the batch, arrival order, preemption or the engine.
+- Rows are sampled independently: the filters of one row do not affect another.
+- The logprob is that of the distribution the token was drawn from. Greedy sampling (temperature 0)
+  reports logprob and entropy of the model's own distribution (temperature 1).
 
-Order of filters, as in transformers and vLLM: temperature, then top-k, then top-p on what is left
-(the smallest set of most likely tokens whose probability reaches top_p; at least one token).
+Order of filters, as in transformers and vLLM: temperature, then top-k, then top-p on the rest (the
+smallest set of most likely tokens whose probability reaches top_p; at least one token).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of splitmix64: every input bit reaches every output bit."""
+    """The finaliser of splitmix64: every input bit affects every output bit."""
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
     return x ^ (x >> np.uint64(31))
@@ -42,7 +42,7 @@ def uniforms(
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How each row of a batch is sampled; arrays are aligned with the rows of the logits."""
+    """Sampling parameters per row of a batch; arrays are aligned with the rows of the logits."""
 
     temperature: npt.NDArray[np.float32]
     top_p: npt.NDArray[np.float32]
@@ -67,7 +67,7 @@ def keep_likely(z: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> to
     ranked = ranked.masked_fill(outside, -torch.inf)
     p = torch.softmax(ranked, dim=-1)
     before = torch.cumsum(p, dim=-1, dtype=torch.float64) - p
-    # top_p = 1 keeps all of top-k exactly, whatever the rounding of the sum says.
+    # top_p = 1 keeps all of top-k, regardless of rounding in the sum.
     cut = (before >= top_p[:, None]) & (top_p[:, None] < 1.0)
     cut[:, 0] = False
     ranked = ranked.masked_fill(cut, -torch.inf)
@@ -92,7 +92,7 @@ def sample(logits: torch.Tensor, policy: RowSampling, u: npt.NDArray[np.float64]
         )
         z = z.index_copy(0, rows, kept)
     p = torch.softmax(z, dim=-1)
-    # float64: in float32 the tail of a large vocabulary would drown in the rounding of the sum.
+    # float64: in float32 the tail of a large vocabulary would be lost to rounding.
     cdf = torch.cumsum(p, dim=-1, dtype=torch.float64)
     total = cdf[:, -1]
     target = torch.from_numpy(u).to(device) * total

@@ -1,4 +1,4 @@
-"""Requests of the embedded engine, the slots of those that run, and the prompts that they share.
+"""Requests of the embedded engine, slots of running sequences, and prompt sharing.
 
 Running sequences are arrays over slots, so that a step updates all of them at once. `known` counts
 the tokens of a sequence (prompt and sampled), `computed` those whose KV is cached. While a sequence
@@ -23,7 +23,7 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(slots=True)
 class EngineRequest:
-    """One generate call on its way through the engine."""
+    """One generate call inside the engine."""
 
     id: int
     prompt: Ids
@@ -31,11 +31,11 @@ class EngineRequest:
     session: str
     arrived: float
     keep: bool = True
-    """Park the KV when it ends; cleared by a release that overtook the request."""
+    """Park the KV when it ends; cleared if the session is released before that."""
     started: float | None = None
     preempted_at: float | None = None
     preempted_s: float = 0.0
-    """How long it waited after losing its KV to another request."""
+    """Seconds it waited in the queue after preemptions."""
     cached: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -57,7 +57,7 @@ class ParkedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """A request that left; `error` is set when it could not be served."""
+    """A request that left the engine; `error` is set if it could not be served."""
 
     request: EngineRequest
     finish: Finish
@@ -68,7 +68,7 @@ def check_request(request: EngineRequest, vocabulary: int, max_length: int, room
     """Raise UserError for a request that can never be served; `room` is the KV cache in tokens."""
     sampling, count = request.sampling, len(request.prompt)
     if not count:
-        raise UserError("prompt_ids: empty; an engine continues at least one token")
+        raise UserError("prompt_ids: empty; at least one token is required")
     if sampling.max_new_tokens < 1:
         raise UserError(f"max_new_tokens: {sampling.max_new_tokens}; must be at least 1")
     if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
@@ -83,12 +83,12 @@ def check_request(request: EngineRequest, vocabulary: int, max_length: int, room
         raise UserError(
             f"prompt of {count} + max_new_tokens {sampling.max_new_tokens} exceeds {longest} "
             f"tokens (max_length {max_length}, KV for {room}); "
-            "ask for less or give the engine more"
+            "shorten the request or raise the engine's limits"
         )
 
 
 class Slots:
-    """One entry per running sequence; a slot's entries are meaningless while it is free."""
+    """Arrays with one entry per slot; the entries of a free slot are undefined."""
 
     def __init__(self, count: int, max_length: int) -> None:
         self.tokens = np.zeros((count, max_length), dtype=np.int64)
@@ -107,7 +107,7 @@ class Slots:
         self._stops = np.full((count, 1), -1, dtype=np.int64)
 
     def begin(self, slot: int, tokens: Ids, end: int, sampling: Sampling) -> None:
-        """Take a slot for a sequence that knows `tokens` and may grow to `end`."""
+        """Set up a slot for a sequence that starts with `tokens` and may grow to length `end`."""
         self.tokens[slot, : len(tokens)] = tokens
         self.known[slot] = self.first[slot] = len(tokens)
         self.computed[slot] = 0
@@ -127,11 +127,11 @@ class Slots:
         return RowSampling(self._temperature[slots], self._top_p[slots], self._top_k[slots])
 
     def noise(self, slots: Ids) -> npt.NDArray[np.float64]:
-        """One uniform number per slot, for the position it samples next."""
+        """One uniform random number per slot, for the position it samples next."""
         return uniforms(self._seed[slots], self.known[slots])
 
     def book(self, slots: Ids, draw: Draw) -> tuple[Flags, Flags]:
-        """Append one token to each; returns which are complete, and which of them by a stop."""
+        """Append one token per slot; returns which are complete, and which hit a stop id."""
         known = self.known[slots]
         self.tokens[slots, known] = draw.tokens
         self.logprobs[slots, known] = draw.logprobs
@@ -141,26 +141,25 @@ class Slots:
         return stopped | (known + 1 >= self._end[slots]), stopped
 
     def sampled(self, slot: int) -> slice:
-        """Where the tokens are that were sampled since the slot was taken."""
+        """Positions of the tokens sampled since the slot was taken."""
         return slice(int(self.first[slot]), int(self.known[slot]))
 
 
 class PromptSharing:
     """Equal prompts are computed once: the rollouts of a group start from one prefill.
 
-    A fresh request copies the keys, values and last hidden state of a running request with the
-    same prompt instead of computing them. The copy equals, to the bit, what it would have computed
-    itself. So only requests that start from nothing take part; a prompt that continues a cached
-    prefix does not.
+    A new request copies the keys, values and last hidden state of a running request with the same
+    prompt instead of computing them. The copy must be bit-identical to its own result, so only
+    requests without a cached prefix take part.
     """
 
     def __init__(self) -> None:
-        self._holder: dict[bytes, int] = {}  # prompt -> slot that has it or will
-        self._prompt: dict[int, bytes] = {}  # fresh slot -> its prompt
+        self._holder: dict[bytes, int] = {}  # prompt -> slot that computes it or has it
+        self._prompt: dict[int, bytes] = {}  # slot without a cached prefix -> its prompt
         self._source: dict[int, int] = {}  # slot that waits for a copy -> slot it copies from
 
     def join(self, slot: int, prompt: Ids) -> None:
-        """A fresh request took a slot: it copies from the holder of its prompt, or becomes it."""
+        """Register a new request: it copies from the holder of its prompt, or becomes one."""
         key = prompt.tobytes()
         self._prompt[slot] = key
         if key in self._holder:
@@ -169,23 +168,23 @@ class PromptSharing:
             self._holder[key] = slot
 
     def source(self, slot: int) -> int | None:
-        """The slot to copy from; None for those that compute for themselves."""
+        """The slot to copy from; None if this slot computes its own prompt."""
         return self._source.get(slot)
 
     def copied(self, slot: int) -> None:
-        """The slot has its copy."""
+        """Record that the slot has its copy."""
         del self._source[slot]
 
     def leave(self, slot: int) -> None:
-        """A slot is freed; if it held its prompt, the oldest other slot with it takes over."""
+        """Remove a freed slot; the oldest other slot with its prompt becomes the holder."""
         key = self._prompt.pop(slot, None)
         self._source.pop(slot, None)
         if key is None or self._holder[key] != slot:
             return
         del self._holder[key]
-        heirs = [other for other, held in self._prompt.items() if held == key]
-        if heirs:
-            heir = self._holder[key] = heirs[0]
-            # Others wait only for a prompt that nobody has yet: the heir was one of them.
-            self._source.pop(heir, None)
-            self._source |= {other: heir for other in heirs if other in self._source}
+        others = [other for other, prompt in self._prompt.items() if prompt == key]
+        if others:
+            holder = self._holder[key] = others[0]
+            # Slots wait only while no slot has the prompt, so the new holder was waiting too.
+            self._source.pop(holder, None)
+            self._source |= {other: holder for other in others if other in self._source}

@@ -1,17 +1,17 @@
-"""Where keys and values live: rows of equal length in slabs, counted in blocks.
+"""The KV cache: slabs with rows of equal length, budgeted in blocks.
 
 The cache is counted in blocks of `block` tokens. A running sequence of b blocks is a row of the
-slab for b blocks, a tensor [layers, 2, rows, kv_heads, b * block, head_dim]; rows that decode come
-first, so that one batched product over a contiguous view serves them all, and short sequences do
-not pay for long ones. A sequence that outgrows its row moves to the next slab: a copy every
-`block` tokens, 2 / block of what attention reads anyway.
+slab for b blocks, a tensor [layers, 2, rows, kv_heads, b * block, head_dim]. Decoding rows come
+first, so one batched matmul over a contiguous view covers all of them, and short sequences are not
+padded to the longest. A sequence that outgrows its row is copied to the next slab once per `block`
+tokens, which adds 2 / block to what attention reads anyway.
 
 Invariants:
 - `Blocks.used` never exceeds `Blocks.total`; every take is paired with one give.
-- In a slab, rows [0, active) decode, rows [active, len(owners)) are being filled.
+- In a slab, rows [0, active) decode and rows [active, len(owners)) are being prefilled.
 
-The budget counts blocks in use. Slabs double when full and halve when a quarter is used, so the
-memory behind them can exceed that by as much; an empty slab holds none.
+The budget counts blocks in use. Slabs double when full and halve when a quarter is used, so their
+memory can exceed the budget by that factor; an empty slab uses none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIN_ROWS = 8
 
 
 class Blocks:
-    """The budget: a counter that cannot be overdrawn."""
+    """The KV budget: a counter of blocks that cannot be overdrawn."""
 
     def __init__(self, tokens: int, block: int) -> None:
         self.block = block
@@ -43,7 +43,7 @@ class Blocks:
 
     def take(self, count: int) -> None:
         if count > self.free:
-            raise InvariantError(f"KV budget overdrawn: {count} blocks asked, {self.free} free")
+            raise InvariantError(f"KV budget overdrawn: {count} blocks requested, {self.free} free")
         self.used += count
 
     def give(self, count: int) -> None:
@@ -53,7 +53,7 @@ class Blocks:
 
 
 class LayerCache(NamedTuple):
-    """One layer of a slab, seen in the three ways attention needs."""
+    """One layer of a slab, in the three layouts that attention needs."""
 
     rows: torch.Tensor
     """[2, rows, kv_heads, length, head_dim]: keys, then values."""
@@ -63,7 +63,7 @@ class LayerCache(NamedTuple):
     """[rows * kv_heads, length, head_dim]"""
 
     def first(self, count: int) -> LayerCache:
-        """The same of the first rows alone."""
+        """The same views of the first `count` rows."""
         heads = count * self.rows.shape[2]
         return LayerCache(self.rows[:, :count], self.keys[:heads], self.values[:heads])
 
@@ -96,14 +96,14 @@ class Slab:
         self._data = torch.zeros(shape, device=device, dtype=dtype)
         self._views = _views(self._data)
         self._decoding: list[LayerCache] = []
-        """Views of the active rows, made when they are next asked for."""
+        """Views of the active rows, created on demand."""
 
     def _resize(self, capacity: int) -> None:
         layers, two, _, *row = self._data.shape
         data = self._data.new_empty((layers, two, capacity, *row))
         live = len(self.owners)
         data[:, :, :live] = self._data[:, :, :live]
-        # Masked values are multiplied by 0, which uninitialised NaNs would survive.
+        # Masked values are multiplied by 0, but 0 * NaN is NaN: memory must be initialised.
         data[:, :, live:] = 0
         self._data = data
         self._views = _views(data)
@@ -118,7 +118,7 @@ class Slab:
         return self._views[index]
 
     def decoding(self, index: int) -> LayerCache:
-        """The same of the rows that decode."""
+        """Views of one layer, decoding rows only."""
         if not self._decoding:
             self._decoding = [view.first(self.active) for view in self._views]
         return self._decoding[index]
@@ -128,16 +128,16 @@ class Slab:
         return self._data[:, :, row, :, :tokens]
 
     def add(self, owner: int) -> int:
-        """Append a row that is being filled."""
+        """Append a row to be prefilled; returns its index."""
         if len(self.owners) == self.capacity:
             self._resize(max(MIN_ROWS, 2 * self.capacity))
         self.owners.append(owner)
         return len(self.owners) - 1
 
     def activate(self, row: int) -> list[tuple[int, int]]:
-        """Let a filled row decode; returns (slot, new row) of every row that moved."""
+        """Make a prefilled row decode; returns (slot, new row) of every row that moved."""
         if row < self.active:
-            raise InvariantError(f"row {row} decodes already")
+            raise InvariantError(f"row {row} is already decoding")
         target = self.active
         self.active += 1
         self._decoding = []
@@ -150,7 +150,7 @@ class Slab:
         return [(self.owners[target], target), (self.owners[row], row)]
 
     def remove(self, row: int) -> list[tuple[int, int]]:
-        """Free a row, closing the hole; returns (slot, new row) of every row that moved."""
+        """Free a row and close the gap; returns (slot, new row) of every row that moved."""
         moved = []
         if row < self.active:
             self.active -= 1

@@ -1,19 +1,19 @@
 """vLLM behind `base.Engine`: a server that we start and supervise, or one given by its URL.
 
-Promises, beyond those of `base.Engine`:
-- Tokens go in and come out as ids; logprobs are those of the distribution that was sampled from,
-  and each token carries the label of the weights that sampled it.
-- Prefixes are never shared across versions: the cache is dropped at every update, and each
-  version's prompts are salted, so that a leftover block cannot match.
-- No token is sampled under weights that were not proven. An update interrupts what runs: requests
-  keep what they have sampled and wait, inside `generate`, until the update has succeeded and, with
-  `hold`, until `resume` says that `score` has matched the learner; then they resume. An update that
-  failed leaves them waiting, up to their deadlines, for one that does not.
-- A (re)started server has the label STALE: it serves the weights of its model directory, which
-  nobody has proven.
+Guarantees, beyond those of `base.Engine`:
+- Prompts and completions are token ids. Logprobs are those of the distribution sampled from, and
+  each token carries the version of the weights it was sampled under.
+- Cached prefixes are never shared across versions: the prefix cache is reset at every update, and
+  each version has its own cache salt, so that a leftover block cannot match.
+- No token is sampled under unverified weights. An update interrupts running requests: they keep
+  their sampled tokens and wait, inside `generate`, until the update has succeeded and, with `hold`,
+  until `resume` confirms that `score` matches the learner. After a failed update they wait, up to
+  their deadlines, for a successful one.
+- A (re)started server has the version STALE: it serves the weights of its model directory, which
+  are unverified.
 - `start` on an engine that is alive but does not answer replaces its server.
 
-Weights travel as files (`weight_transfer = "files"`), or over NCCL between GPUs (`"memory"`, see
+Weights are sent as files (`weight_transfer = "files"`), or over NCCL between GPUs (`"memory"`, see
 `vllm_nccl`). Temperature 0 is greedy and reports the model's own logprobs (temperature 1).
 """
 
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 START_DEADLINE_S = 600.0
-"""Longest wait for a server to be ready: imports, weights and, on GPUs, compilation."""
+"""Deadline for a server to be ready: imports, weights and, on GPUs, compilation."""
 CONTROL_DEADLINE_S = 300.0
 HEALTH_DEADLINE_S = 20.0
 POLL_S = 0.25
 
 STALE: WeightVersion = -1
-"""Label of weights that no learner has given: those a server starts with."""
+"""Version of the weights that a server starts with: no learner has published them."""
 
 
 class VllmEngine:
@@ -60,7 +60,7 @@ class VllmEngine:
         max_length: int | None = None,
         transfer: NcclTransfer | None = None,
     ) -> None:
-        """Give `server` to start one, or the `url` of one, with the limits it was started with."""
+        """Pass `server` to start a server, or the `url` and limits of a running one."""
         if (server is None) == (url is None):
             raise UserError(f"{name}: give either server settings or a url")
         self.name = name
@@ -77,19 +77,19 @@ class VllmEngine:
         self._updates = 0
         self._open = asyncio.Event()
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ lifecycle
 
     @property
     def pid(self) -> int | None:
-        """The leader of the server's process group, if it is ours and was started."""
+        """Process group of the server; None if we have not started one."""
         return None if self._server is None else self._server.pid
 
     async def start(self) -> None:
-        """Have a server that answers; a no-op while there is one."""
+        """Start a server, or connect to the given one; a no-op while it answers."""
         if self._client is not None:
             if await self._answers():
                 return
-            log.warning("%s is replaced: %s", self.name, self.last_words())
+            log.warning("%s: replacing the server: %s", self.name, self.last_words())
             await self.close()
         if self._server is not None:
             self._server.start()
@@ -107,7 +107,7 @@ class VllmEngine:
         self._open.set()
 
     def last_words(self) -> str:
-        """How our server ended, if it has, and the end of its log; for people."""
+        """Exit status and last log lines of a server that we started, for error messages."""
         return "" if self._server is None else self._server.post_mortem()
 
     async def _answers(self) -> bool:
@@ -120,7 +120,7 @@ class VllmEngine:
         return True
 
     async def _ready(self, client: VllmClient) -> None:
-        """Wait until the server answers, or has ended, or time is up."""
+        """Wait until the server answers; raises if it ends or misses the deadline."""
         ends = time.monotonic() + START_DEADLINE_S
         while True:
             try:
@@ -134,8 +134,8 @@ class VllmEngine:
                     raise EngineError(f"{self.name}: {self._server.post_mortem()}") from error
                 if time.monotonic() > ends:
                     raise DeadlineError(
-                        f"{self.name}: not ready in {START_DEADLINE_S:g} s; the server's last "
-                        f"words:\n{self._server.tail()}"
+                        f"{self.name}: not ready within {START_DEADLINE_S:g} s; its last "
+                        f"output:\n{self._server.tail()}"
                     ) from error
             await asyncio.sleep(POLL_S)
 
@@ -150,23 +150,23 @@ class VllmEngine:
         )
 
     async def close(self) -> None:
-        """Close connections; a server of ours ends, one given by URL keeps running. Idempotent."""
+        """Close connections and stop our server; one given by URL keeps running. Idempotent."""
         client, self._client = self._client, None
-        self._open.set()  # who waits there finds the engine gone
+        self._open.set()  # waiting requests then fail: the engine is not started
         try:
             if self._server is not None:
-                await self._server.stop()  # first: pending calls then fail with its end
+                await self._server.stop()  # first, so that pending calls fail because it ended
         finally:
             if client is not None:
                 await client.close()
 
     async def abort(self) -> None:
-        """As `close`: the server's supervisor ends also a server that hangs."""
+        """Same as `close`: the server's supervisor also kills a server that hangs."""
         await self.close()
 
     @property
     def client(self) -> VllmClient:
-        """The server's own interface; EngineError unless started."""
+        """The HTTP client of the server; EngineError unless started."""
         if self._client is None:
             raise EngineError(f"{self.name}: not started")
         return self._client
@@ -181,7 +181,7 @@ class VllmEngine:
         ends = started + deadline_s
         done = Generation((), (), (), Finish.CANCELLED)
         while True:
-            await self._gate(ends, deadline_s)
+            await self._wait_for_weights(ends, deadline_s)
             version, updates = self._version, self._updates
             part = await self.client.generate(
                 [*prompt_ids, *done.token_ids],
@@ -189,39 +189,39 @@ class VllmEngine:
                 salt=f"rstar2-{version}",
                 deadline_s=ends - time.monotonic(),
             )
-            proven = _sampled_under(version, part)
-            done = _joined(done, proven)
-            interrupted = proven is not part or part.finish is Finish.CANCELLED
+            verified = _sampled_under(version, part)
+            done = _joined(done, verified)
+            interrupted = verified is not part or part.finish is Finish.CANCELLED
             if not interrupted or updates == self._updates:
                 return replace(done, engine=self.name, wall_s=time.monotonic() - started)
 
-    async def _gate(self, ends: float, deadline_s: float) -> None:
-        """Wait while weights are being changed or proven."""
+    async def _wait_for_weights(self, ends: float, deadline_s: float) -> None:
+        """Wait while weights are being updated or verified."""
         try:
             async with asyncio.timeout(max(0.0, ends - time.monotonic())):
                 await self._open.wait()
         except TimeoutError as error:
             raise DeadlineError(
-                f"{self.name}: weights were not proven within {deadline_s:g} s"
+                f"{self.name}: weights were not verified within {deadline_s:g} s"
             ) from error
 
     async def release(self, session: str) -> None:
-        """Nothing to do: vLLM keeps prefixes as long as nobody needs their blocks."""
+        """No-op: vLLM evicts cached prefixes when it needs their blocks."""
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Logprob of each token after the first, at temperature 1, by the weights that serve."""
+        """Logprob of each token after the first, at temperature 1, under the current weights."""
         return await self.client.score(token_ids, deadline_s=CONTROL_DEADLINE_S)
 
-    # ------------------------------------------------------------------ what it holds
+    # ------------------------------------------------------------------ capacity and load
 
     def capacity(self) -> EngineCapacity:
-        """What the server can hold, as it says; only once started."""
+        """KV cache size and limits as the server reports them; EngineError unless started."""
         if self._capacity is None:
             raise EngineError(f"{self.name}: not started")
         return self._capacity
 
     async def load(self) -> EngineLoad:
-        """What the server is doing now."""
+        """Current load of the server."""
         client, capacity = self.client, self.capacity()
         gauges, version = await asyncio.gather(
             client.gauges(CONTROL_DEADLINE_S), client.weight_version(CONTROL_DEADLINE_S)
@@ -237,7 +237,7 @@ class VllmEngine:
     # ------------------------------------------------------------------ weights
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Interrupt what runs, install, drop all KV, relabel; with `hold` until `resume`."""
+        """Interrupt running requests, install the weights, drop all KV and set the version."""
         async with self._updating:
             client = self.client
             self._open.clear()
@@ -248,7 +248,7 @@ class VllmEngine:
             elif update.path is not None:
                 await client.reload(update.path, CONTROL_DEADLINE_S)
             else:
-                raise UserError(f"{self.name}: version {update.version} must come as files")
+                raise UserError(f"{self.name}: version {update.version} must be given as files")
             await client.forget(CONTROL_DEADLINE_S)
             await client.label(update.version, CONTROL_DEADLINE_S)
             await client.resume(CONTROL_DEADLINE_S)
@@ -257,25 +257,25 @@ class VllmEngine:
             await self.resume()
 
     async def resume(self) -> None:
-        """The weights are verified: interrupted requests resume under them."""
+        """Let interrupted requests continue: the weights are verified."""
         if self._client is None:
             raise EngineError(f"{self.name}: not started")
         self._open.set()
 
 
 def _rest(sampling: Sampling, sampled: int) -> Sampling:
-    """What is left of a request of which so many tokens have been sampled."""
+    """Sampling parameters for the rest of a request after `sampled` tokens."""
     if not sampled:
         return sampling
     return replace(
         sampling,
         max_new_tokens=sampling.max_new_tokens - sampled,
-        seed=sampling.seed + sampled,  # else the first tokens' noise would be drawn again
+        seed=sampling.seed + sampled,  # otherwise the first random numbers would repeat
     )
 
 
 def _sampled_under(version: WeightVersion, part: Generation) -> Generation:
-    """The part itself, or what of it came before tokens of other weights: those are unproven."""
+    """The tokens up to the first one of another, unverified version; `part` if there is none."""
     count = part.versions[0][1] if part.versions and part.versions[0][0] == version else 0
     if count == len(part.token_ids):
         return part
@@ -289,7 +289,7 @@ def _sampled_under(version: WeightVersion, part: Generation) -> Generation:
 
 
 def _joined(done: Generation, part: Generation) -> Generation:
-    """One generation of two that follow each other."""
+    """Concatenate two consecutive parts of one generation."""
     return replace(
         part,
         token_ids=done.token_ids + part.token_ids,

@@ -1,8 +1,8 @@
-"""A vLLM server's HTTP interface, typed: what we send, what it may answer, how it can fail.
+"""Typed client of a vLLM server's HTTP interface.
 
-Every call has a deadline (DeadlineError). A server that has ended, answers 5xx or nonsense raises
-EngineError; one that refuses what we sent (4xx) raises UserError with what it said, because asking
-again, here or elsewhere, would not help.
+Every call has a deadline (DeadlineError). A server that has ended, answers 5xx or sends an invalid
+response raises EngineError. A 4xx response raises UserError with the server's message, because a
+retry, here or on another engine, would not help.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 T = TypeVar("T")
 
 
-# --------------------------------------------------------------------------- what it answers
+# --------------------------------------------------------------------------- responses
 
 
 class _Logprob(msgspec.Struct):
@@ -82,10 +82,10 @@ class _Paused(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ServerGauges:
-    """What `/metrics` says of the scheduler and its KV cache."""
+    """State of the scheduler and its KV cache, from `/metrics`."""
 
     blocks: int
-    """Blocks that requests can use: one is the server's own."""
+    """Blocks that requests can use; the server reserves one more."""
     block_tokens: int
     used_share: float
     running: int
@@ -97,7 +97,7 @@ class ServerGauges:
 
 
 class VllmClient:
-    """One server. Close it to close its connections."""
+    """Client of one server; `close` closes its connections."""
 
     def __init__(self, name: str, *, url: str | None = None, socket: Path | None = None) -> None:
         assert (url is None) != (socket is None)
@@ -120,7 +120,7 @@ class VllmClient:
         body: Any = None,
         **query: str,
     ) -> bytes:
-        """Send one request; what comes back is a success, or an error with a name."""
+        """Send one request; returns the body of a success, or raises the matching error."""
         content = None if body is None else msgspec.json.encode(body)
         headers = {} if body is None else {"content-type": "application/json"}
         try:
@@ -136,14 +136,15 @@ class VllmClient:
             raise EngineError(f"{self.name}: {path}: {type(error).__name__} {error}") from error
         if response.is_success:
             return response.content
-        said = f"{self.name}: {path} answered {response.status_code}: {response.text[:SHOWN_CHARS]}"
-        raise (UserError if response.is_client_error else EngineError)(said)
+        text = response.text[:SHOWN_CHARS]
+        message = f"{self.name}: {path} answered {response.status_code}: {text}"
+        raise (UserError if response.is_client_error else EngineError)(message)
 
     def _read(self, data: bytes, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(data, type=kind)
         except msgspec.MsgspecError as error:
-            raise EngineError(f"{self.name}: an answer that makes no sense: {error}") from error
+            raise EngineError(f"{self.name}: invalid response: {error}") from error
 
     # ------------------------------------------------------------------ tokens in, tokens out
 
@@ -156,10 +157,10 @@ class VllmClient:
         deadline_s: float,
         extra: Mapping[str, Any] | None = None,
     ) -> Generation:
-        """Sample a continuation; if we stop waiting, the connection closes and vLLM aborts it.
+        """Sample a continuation; cancelling closes the connection, and vLLM aborts the request.
 
-        `salt` separates prefix caches: only prompts with the same one share KV. `extra` are
-        sampling parameters of vLLM's own.
+        `salt` separates prefix caches: only prompts with the same salt share KV. `extra` adds
+        vLLM sampling parameters.
         """
         body = {
             "token_ids": list(prompt_ids),
@@ -170,7 +171,7 @@ class VllmClient:
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
                 "seed": sampling.seed & (2**63 - 1),
-                # The recipe's stop ids and no others: the model's own EOS ends a turn if it is one.
+                # Only the recipe's stop ids end a turn, not the model's EOS unless it is one.
                 "stop_token_ids": list(sampling.stop_ids),
                 "ignore_eos": True,
                 "logprobs": 0,
@@ -196,7 +197,7 @@ class VllmClient:
     def _logprobs(self, choice: _CompletionChoice) -> tuple[float, ...]:
         content = (choice.logprobs.content if choice.logprobs else None) or []
         if [entry.token_id for entry in content] != choice.token_ids:
-            raise EngineError(f"{self.name}: logprobs of other tokens than were sampled")
+            raise EngineError(f"{self.name}: logprobs do not match the sampled tokens")
         return tuple(entry.logprob for entry in content)
 
     def _versions(self, choice: _CompletionChoice) -> tuple[VersionSpan, ...]:
@@ -205,17 +206,17 @@ class VllmClient:
             return tuple((int(span.version), span.end - span.start) for span in spans)
         except ValueError as error:
             raise EngineError(
-                f"{self.name}: it serves weights that we did not give it: {error}"
+                f"{self.name}: it serves weights that rstar2 did not publish: {error}"
             ) from error
 
     def _finish(self, choice: _CompletionChoice) -> Finish:
         known = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.CANCELLED}
         if choice.finish_reason not in known:
-            raise EngineError(f"{self.name}: generation ended by {choice.finish_reason!r}")
+            raise EngineError(f"{self.name}: unknown finish_reason {choice.finish_reason!r}")
         return known[choice.finish_reason]
 
     async def score(self, token_ids: Sequence[int], *, deadline_s: float) -> list[float]:
-        """Logprob of each token after the first, at temperature 1; computed, never cached."""
+        """Logprob of each token after the first, at temperature 1; never from a cache."""
         body = {
             "token_ids": list(token_ids),
             "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False},
@@ -233,7 +234,7 @@ class VllmClient:
     # ------------------------------------------------------------------ control
 
     async def health(self, deadline_s: float) -> None:
-        """Returns if the server and its engine are alive."""
+        """Check that the server and its engine are alive."""
         await self._ask("GET", "/health", deadline_s)
 
     async def gauges(self, deadline_s: float) -> ServerGauges:
@@ -241,25 +242,25 @@ class VllmClient:
         try:
             return read_gauges(data.decode())
         except (KeyError, ValueError) as error:
-            raise EngineError(f"{self.name}: /metrics lacks or garbles {error}") from error
+            raise EngineError(f"{self.name}: /metrics: missing or invalid: {error}") from error
 
     async def weight_version(self, deadline_s: float) -> int:
-        """The label of the weights that serve."""
+        """Version label of the current weights."""
         info = self._read(await self._ask("GET", "/weight_info", deadline_s), _WeightInfo)
         try:
             return int(info.weight_version)
         except ValueError as error:
             raise EngineError(
-                f"{self.name}: it serves weights {info.weight_version!r}, which we did not give it"
+                f"{self.name}: it serves weights {info.weight_version!r}, not published by rstar2"
             ) from error
 
     async def label(self, version: int, deadline_s: float) -> None:
-        """Call the weights that serve `version`."""
+        """Set the version label of the current weights."""
         body = {"new_version": str(version)}
         await self._ask("POST", "/update_weight_version", deadline_s, body)
 
     async def pause(self, deadline_s: float) -> None:
-        """End everything that runs with what it has sampled (Finish.CANCELLED); new work waits."""
+        """Abort running requests, which return their tokens (CANCELLED); new requests wait."""
         await self._ask("POST", "/pause", deadline_s, mode="abort")
 
     async def resume(self, deadline_s: float) -> None:
@@ -274,18 +275,18 @@ class VllmClient:
         await self._ask("POST", "/collective_rpc", deadline_s, body)
 
     async def forget(self, deadline_s: float) -> None:
-        """Drop all KV; requests that run compute theirs again."""
+        """Drop all KV; running requests recompute theirs."""
         query = {"reset_running_requests": "true"}
         data = await self._ask("POST", "/reset_prefix_cache", deadline_s, **query)
         if not self._read(data, _Success).success:
             raise EngineError(f"{self.name}: the prefix cache could not be reset")
 
     async def control(self, path: str, deadline_s: float, body: Mapping[str, Any]) -> None:
-        """One of vLLM's weight-transfer phases."""
+        """Call one of vLLM's weight-transfer endpoints."""
         await self._ask("POST", path, deadline_s, body)
 
     async def world_size(self, deadline_s: float) -> int:
-        """Workers that take weights."""
+        """Number of workers that receive weights."""
         return int(
             self._read(await self._ask("GET", "/get_world_size", deadline_s), dict[str, int])[
                 "world_size"
@@ -294,7 +295,7 @@ class VllmClient:
 
 
 def read_gauges(text: str) -> ServerGauges:
-    """Pick what we need from Prometheus text; KeyError names what is missing."""
+    """Parse Prometheus text; KeyError names a missing metric."""
     values: dict[str, float] = {}
     labels: dict[str, dict[str, str]] = {}
     for name, pairs, value in _SAMPLE.findall(text):

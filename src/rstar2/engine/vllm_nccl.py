@@ -1,16 +1,16 @@
 """Weights from the learner's GPU to a vLLM server's GPUs over NCCL, in vLLM's four phases.
 
-**Never run by the people who wrote it**: it needs two GPUs, and the machines this was developed on
-have none. It follows vLLM 0.32's trainer interface to the letter; the probe that follows every
-update (Invariant 7) decides whether it worked. `engine.weight_transfer: files` is the tested way.
+**Untested**: it needs two GPUs, and the machines this was developed on have none. It follows the
+trainer interface of vLLM 0.32; the probe after every update (Invariant 7) detects failures.
+`engine.weight_transfer: files` is tested.
 
     init_weight_transfer_engine   once per server: learner (rank 0) and workers form an NCCL group
     start_weight_update           the workers prepare their layers
     update_weights                the workers receive while the learner broadcasts
     finish_weight_update          the workers finalise their layers
 
-vLLM's own trainer-side engine drives these through four synchronous methods; `_Phases` maps each to
-our client. It runs in a thread of its own, so the event loop is not blocked.
+vLLM's trainer-side engine calls four synchronous methods, one per phase; `_Phases` maps each to our
+client. It runs in a separate thread, so the event loop is not blocked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEADLINE_S = 300.0
 
 
 class NcclTransfer:
-    """The learner's end of one server's NCCL group; made at the first update."""
+    """The learner's end of one server's NCCL group; created at the first update."""
 
     def __init__(self, dtype: str, *, address: str = "127.0.0.1") -> None:
         self._dtype, self._address = dtype, address
@@ -42,7 +42,7 @@ class NcclTransfer:
     async def send(self, client: VllmClient, update: WeightUpdate) -> None:
         """Broadcast the learner's tensors into the server's workers."""
         if update.state is None:
-            raise UserError(f"{client.name}: NCCL sends tensors, version {update.version} has none")
+            raise UserError(f"{client.name}: NCCL needs tensors; version {update.version} has none")
         if self._sender is None or self._client is not client:
             await self._open(client)
         self._source.state = update.state
@@ -79,12 +79,12 @@ class NcclTransfer:
                     source=self._source,
                 )
         except (RuntimeError, TimeoutError) as error:
-            raise EngineError(f"{client.name}: no NCCL group could be formed: {error!r}") from error
+            raise EngineError(f"{client.name}: the NCCL group was not formed: {error!r}") from error
         self._client = client
 
 
 class _Phases:
-    """What vLLM's trainer engine calls, from its threads, against our client on the loop."""
+    """The methods that vLLM's trainer engine calls from its threads; they use our client."""
 
     def __init__(self, client: VllmClient, loop: asyncio.AbstractEventLoop) -> None:
         self._client, self._loop = client, loop
@@ -109,30 +109,32 @@ class _Phases:
 
 
 def make_source(dtype: str) -> Any:
-    """A `WeightSource` over a state dict that is set before each round."""
+    """A `WeightSource` over a state dict that is set before each update."""
     import torch
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
-    wire: torch.dtype = getattr(torch, dtype)
+    sent_dtype: torch.dtype = getattr(torch, dtype)
 
     class StateSource(WeightSource):  # type: ignore[misc, unused-ignore]  # vllm has no types here
-        """Each tensor once, in the wire's type, on this process's GPU."""
+        """Each tensor once, in the transfer dtype, on this process's GPU."""
 
         state: Mapping[str, torch.Tensor] = {}
 
         def _unique(self) -> Iterator[tuple[str, torch.Tensor]]:
             seen: set[int] = set()
             for name, value in self.state.items():
-                if value.data_ptr() not in seen:  # tied weights travel under their first name
+                if value.data_ptr() not in seen:  # tied weights are sent under their first name
                     seen.add(value.data_ptr())
                     yield name, value
 
         def metadata(self) -> list[Any]:
-            return [ParamMeta(name, wire, tuple(value.shape)) for name, value in self._unique()]
+            return [
+                ParamMeta(name, sent_dtype, tuple(value.shape)) for name, value in self._unique()
+            ]
 
         def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
             for name, value in self._unique():
-                yield name, value.to("cuda", wire)
+                yield name, value.to("cuda", sent_dtype)
 
     return StateSource()
 

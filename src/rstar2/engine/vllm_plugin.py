@@ -1,16 +1,15 @@
-"""What runs inside the processes of a vLLM server that serves a policy under training.
+"""vLLM plugin for servers that serve a policy under training.
 
 `register` is an entry point of the group `vllm.general_plugins`: vLLM calls it in every process
-(API server, engine core, workers) before a model is built. It acts only where RSTAR2_ENGINE=1 is
-in the environment, so that other servers of the same installation stay as they are. It does two
-things:
+(API server, engine core, workers) before a model is built. It acts only if RSTAR2_ENGINE=1 is in
+the environment, so other servers of the same installation are unaffected. It does two things:
 
-- Weight updates become right on CPUs. vLLM packs the weights of linear layers when it builds them
-  (oneDNN; on some CPUs kernels for small matrices) and `reload_weights` leaves the packed copies as
-  they were: the call succeeds and the old weights keep serving. Without packing, layers compute
-  from the tensors that are reloaded. RSTAR2_ENGINE_PACKED=1 leaves packing on: for the test that
-  shows that the probe catches it.
-- No process outlives its parent, whatever killed that.
+- It makes weight updates correct on CPUs. vLLM packs the weights of linear layers when it builds
+  them (oneDNN; on some CPUs kernels for small matrices), and `reload_weights` does not update the
+  packed copies: the call succeeds, but the old weights keep serving. Without packing, layers
+  compute from the reloaded tensors. RSTAR2_ENGINE_PACKED=1 leaves packing on, for the test that
+  the probe detects this.
+- It ends each process when its parent ends, however the parent ended.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def register() -> None:
 
 
 def leave_linears_unpacked() -> None:
-    """Make linear layers that are built from now on compute from their own weight tensors."""
+    """Disable packing in linear layers that are built after this call."""
     import vllm._custom_ops as ops
     from vllm.model_executor.layers import utils
 
@@ -42,5 +41,5 @@ def leave_linears_unpacked() -> None:
 
 
 def _never(n: int, k: int, dtype: object) -> bool:
-    """Stands in for the question whether small matrices should be packed."""
+    """Replaces vLLM's check for whether to pack small matrices."""
     return False

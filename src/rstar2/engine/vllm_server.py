@@ -1,10 +1,10 @@
-"""One vLLM API server as a child of ours: started, watched, stopped, and never left behind.
+"""One vLLM API server as a supervised child process.
 
-Promises:
-- The server listens on a Unix socket in a private directory: its control endpoints can be reached
-  by this user only, and no port is taken.
-- `vllm_supervisor` leads its process group, and ends all of the group when the server or this
-  process ends, also by kill -9.
+Guarantees:
+- The server listens on a Unix socket in a private directory: only this user can reach its control
+  endpoints, and it uses no port.
+- `vllm_supervisor` leads its process group, and ends the whole group when the server or this
+  process ends, even by kill -9.
 - `stop` returns when the group is empty and the directory is removed.
 """
 
@@ -26,58 +26,58 @@ from rstar2.engine.vllm_supervisor import end_group
 from rstar2.errors import EngineError
 
 STOP_S = 30.0
-"""How long the supervisor may take to end its group."""
+"""Time limit for the supervisor to end its group."""
 CAUSE_LINES = 30
 STEP_TOKENS = 2048
-"""Tokens that a server on a CPU computes in one step, at least."""
+"""Minimum of `--max-num-batched-tokens` for a server on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """What one server is started with."""
+    """Settings of one server."""
 
     model: str
     kv_tokens: int | None
-    """KV cache in tokens; None leaves it to vLLM (its share of the GPU's memory)."""
+    """KV cache in tokens; None lets vLLM use its share of the GPU's memory."""
     max_sequences: int
     max_length: int
     dtype: str = "float32"
     block_tokens: int = 32
     threads: int = 1
     cores: tuple[int, ...] = ()
-    """Cores that the server is bound to; empty: any."""
+    """CPU cores that the server is pinned to; empty for any."""
     packed_linears: bool = False
-    """Leave vLLM's packing of linear layers on. Weight updates are then wrong on CPUs."""
+    """Keep vLLM's packing of linear layers, which makes weight updates wrong on CPUs."""
     weight_backend: str | None = None
-    """Backend of vLLM's weight transfer (`nccl`); None: weights come as files."""
+    """Backend of vLLM's weight transfer (`nccl`); None to load weights from files."""
     arguments: tuple[str, ...] = ()
-    """Further arguments of the server, last and so with the last word."""
+    """Further arguments of the server; they come last and override the others."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def arguments_of(settings: ServerSettings, socket: Path) -> list[str]:
     """The command line of the API server."""
-    words = [
+    arguments = [
         *("--model", settings.model, "--uds", str(socket), "--dtype", settings.dtype),
         *("--max-model-len", str(settings.max_length)),
         *("--max-num-seqs", str(settings.max_sequences)),
-        *("--generation-config", "vllm"),  # sampling is ours alone, whatever the model ships
+        *("--generation-config", "vllm"),  # ignore the model's own sampling defaults
         *("--logprobs-mode", "processed_logprobs"),
         *("--enable-scale-out", "--enable-prompt-tokens-details"),
         *("--disable-uvicorn-access-log", "--seed", "0"),
     ]
     if settings.kv_tokens is not None:
-        # Block 0 is never given out, so it takes one more than the cache is to hold.
+        # vLLM never assigns block 0, so it needs one block more.
         blocks = settings.kv_tokens // settings.block_tokens + 1
-        words += ["--block-size", str(settings.block_tokens), "--enforce-eager"]
-        words += ["--num-gpu-blocks-override", str(blocks)]
-        # A prompt that is computed in parts makes vLLM turn back the generator of a seeded request,
-        # which generators of CPUs cannot: the engine would die of it.
-        words += ["--no-enable-chunked-prefill"]
-        words += ["--max-num-batched-tokens", str(max(STEP_TOKENS, settings.max_length))]
+        arguments += ["--block-size", str(settings.block_tokens), "--enforce-eager"]
+        arguments += ["--num-gpu-blocks-override", str(blocks)]
+        # With chunked prefill, vLLM rewinds the random generator of a seeded request. CPU
+        # generators do not support that, and the engine would crash.
+        arguments += ["--no-enable-chunked-prefill"]
+        arguments += ["--max-num-batched-tokens", str(max(STEP_TOKENS, settings.max_length))]
     if settings.weight_backend is not None:
-        words += ["--weight-transfer-config", f'{{"backend": "{settings.weight_backend}"}}']
-    return [*words, *settings.arguments]
+        arguments += ["--weight-transfer-config", f'{{"backend": "{settings.weight_backend}"}}']
+    return [*arguments, *settings.arguments]
 
 
 def environment_of(settings: ServerSettings, directory: Path) -> dict[str, str]:
@@ -90,12 +90,12 @@ def environment_of(settings: ServerSettings, directory: Path) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_RPC_BASE_PATH": str(directory),
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        # By default every server would bind its threads to the same first cores.
+        # By default every server would pin its threads to the same first cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "HF_HUB_OFFLINE": "1" if Path(settings.model).is_dir() else "0",
-        # Else the first request waits for a C++ compiler that makes one small helper faster.
+        # Otherwise the first request waits for a C++ compiler to speed up one small helper.
         "TORCH_COMPILE_DISABLE": "1" if on_cpu else "0",
         ENGINE: "1",
         PACKED: "1" if settings.packed_linears else "0",
@@ -118,7 +118,7 @@ class VllmServer:
 
     @property
     def pid(self) -> int | None:
-        """The supervisor's process; also the id of the group."""
+        """Process id of the supervisor, and id of its group."""
         return None if self._child is None else self._child.pid
 
     @property
@@ -126,9 +126,9 @@ class VllmServer:
         return self._child is not None and self._child.running
 
     def start(self) -> None:
-        """Begin to start the server. From the loop's thread: the kernel ties its life to it."""
+        """Start the server without waiting for it; it ends when the calling thread ends."""
         if self._child is not None:
-            raise EngineError(f"{self.name}: stop the old server before a new one is started")
+            raise EngineError(f"{self.name}: stop the old server before starting a new one")
         self._directory = _private_directory()
         command = [sys.executable, "-m", "rstar2.engine.vllm_supervisor"]
         if self.settings.cores:
@@ -145,13 +145,13 @@ class VllmServer:
         )
 
     def post_mortem(self) -> str:
-        """How the server ended, and the end of its log."""
+        """How the server ended, and its last log lines."""
         if self._child is None:
             return "not started"
         return f"server {self._child.describe_end()}; its last output:\n{self.tail()}"
 
     def tail(self) -> str:
-        """The first errors in the server's log, repetitions left out, and its last lines."""
+        """The first errors in the server's log, without repetitions, and its last lines."""
         if self._directory is None or not (self._directory / "log").exists():
             return ""
         log = self._directory / "log"
@@ -173,9 +173,10 @@ class VllmServer:
 
 
 def _private_directory() -> Path:
-    """A temporary directory whose name leaves room for names of sockets (107 bytes in all)."""
-    usual = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="rstar2-vllm-", dir=usual if len(usual) <= 40 else "/tmp"))
+    """A temporary directory with a path short enough for Unix sockets (107 bytes in total)."""
+    default = tempfile.gettempdir()
+    parent = default if len(default) <= 40 else "/tmp"
+    return Path(tempfile.mkdtemp(prefix="rstar2-vllm-", dir=parent))
 
 
 async def _end(supervisor: Child) -> None:

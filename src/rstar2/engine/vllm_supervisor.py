@@ -1,17 +1,17 @@
-"""Supervises one vLLM server: a small process between us and the server that leaves nothing behind.
+"""Supervisor of one vLLM server: a small process that leaves no process or shared memory behind.
 
     python -m rstar2.engine.vllm_supervisor [--cores 0,1] -- API-SERVER-ARGUMENTS
 
-The supervisor leads a process group of its own (see `rstar2.child`), with the API server, its
-engine core, workers and resource trackers in it. The end of any of these ends the rest:
+The supervisor leads its own process group (see `rstar2.child`), with the API server, its
+engine core, workers and resource trackers in it. The whole group ends in each of these cases:
 
-- the API server, by itself or by kill -9: the supervisor ends the others and exits with its code;
-- SIGTERM to the supervisor: it asks the API server to end in order, then ends the rest;
-- its parent, also by kill -9: the kernel sends the supervisor SIGTERM, and all are killed at once.
+- The API server ends, even by kill -9: the supervisor kills the others and exits with its code.
+- The supervisor receives SIGTERM: it stops the API server gracefully, then kills the rest.
+- Its parent ends, even by kill -9: the kernel sends the supervisor SIGTERM, and it kills all.
 
-Killed processes cannot remove their shared memory (a vLLM server has some hundred MB). Resource
-trackers remove that of processes that died before them, so they get time to end by themselves. The
-supervisor notes what the others still had mapped, and removes it when all have ended.
+Killed processes cannot remove their shared memory (a few hundred MB per vLLM server). Resource
+trackers remove that of processes that died before them, so they get time to exit on their own. The
+supervisor records what the other processes had mapped, and removes it when all have ended.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from types import FrameType
 
 SERVER = "vllm.entrypoints.openai.api_server"
 ORDERLY_S = 5.0
-"""How long a server may take to end in order."""
+"""Time limit for a server to shut down gracefully."""
 TRACKER_S = 10.0
-"""How long resource trackers may take when everything else has ended."""
+"""Time limit for resource trackers to exit on their own."""
 TRACKER = b"multiprocessing.resource_tracker"
 SHARED_MEMORY = re.compile(rb"/dev/shm/(?:psm_|sem\.mp-)[\w-]+")
 PR_SET_CHILD_SUBREAPER = 36
@@ -52,17 +52,17 @@ def main() -> None:
 def supervise(command: list[str]) -> int:
     """Run the command until it ends, SIGTERM arrives or our parent ends; returns its exit code."""
     parent = os.getppid()
-    asked = False
+    stopping = False
 
-    def ask(_number: int, _frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
+    def on_sigterm(_number: int, _frame: FrameType | None) -> None:
+        nonlocal stopping
+        stopping = True
 
-    signal.signal(signal.SIGTERM, ask)
+    signal.signal(signal.SIGTERM, on_sigterm)
     # Processes that the server orphans become children of this process.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     server = subprocess.Popen(command)
-    while not asked and server.poll() is None:
+    while not stopping and server.poll() is None:
         time.sleep(POLL_S)
     if server.poll() is None and os.getppid() == parent:
         server.terminate()

@@ -1,8 +1,8 @@
-"""What the embedded engine and its worker say to each other: length-prefixed msgpack frames.
+"""Protocol between the embedded engine and its worker: length-prefixed msgpack frames.
 
-Token ids travel as int32 bytes, logprobs as float32 bytes. Weights do not travel in frames: they
-are written to an anonymous shared file (`mailbox`) that both sides hold open, so nothing is left
-behind when either dies.
+Token ids are sent as int32 bytes, logprobs as float32 bytes. Weights are not sent in frames: they
+are written to an anonymous shared file (`mailbox`) that both sides hold open, so no file is left
+behind when either side dies.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Updated(WorkerMessage, frozen=True):
 
 
 class RequestFailed(WorkerMessage, frozen=True):
-    """A request failed (id 0: the worker could not start). `user`: the caller's fault."""
+    """A request failed (id 0: the worker could not start). `user`: the request was invalid."""
 
     id: int
     message: str
@@ -133,7 +133,7 @@ _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(From
 
 
 def frame(message: WorkerMessage) -> bytes:
-    """One message as it goes over the socket."""
+    """Encode one message with its length prefix."""
     body = _encoder.encode(message)
     return HEADER.pack(len(body)) + body
 
@@ -147,7 +147,7 @@ def read_for_engine(body: bytes) -> FromWorker:
 
 
 def receive(sock: socket.socket) -> bytes | None:
-    """Read one frame from a blocking socket; None at its end."""
+    """Read one frame from a blocking socket; None once it is closed."""
     header = _exactly(sock, HEADER.size)
     return None if header is None else _exactly(sock, HEADER.unpack(header)[0])
 
@@ -179,5 +179,5 @@ def unpack_floats(data: bytes) -> tuple[float, ...]:
 
 
 def open_mailbox() -> int:
-    """A file descriptor of a file in memory that has no name."""
+    """Create an anonymous file in memory; returns its descriptor."""
     return os.memfd_create("rstar2-weights")

@@ -1,10 +1,9 @@
-"""The embedded engine's worker: owns the model, steps it, and talks over one socket.
+"""The worker of the embedded engine: holds the model, runs its steps and serves one socket.
 
-Runs as a process of its own (`python -m rstar2.engine.worker`) or as a thread with the same loop.
-A reader thread turns frames into messages; the loop handles what has arrived between two steps and
-blocks only when there is nothing to compute. The worker ends on a stop message, or at the
-end of its socket, when its engine has ended. The kernel also kills the process when its
-parent dies (see `rstar2.child`).
+Runs as a separate process (`python -m rstar2.engine.worker`) or as a thread with the same loop. A
+reader thread decodes frames into messages; the loop handles them between two steps and blocks only
+when idle. The worker ends on a stop message, or when its engine closes the socket. The kernel also
+kills the process when its parent dies (see `rstar2.child`).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
-    """What a worker is started with."""
+    """Settings of one worker."""
 
     model: str
     kv_tokens: int
@@ -47,7 +46,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
 
 
 def build(settings: WorkerSettings) -> Batcher:
-    """Read the model and make the engine state; torch is imported here."""
+    """Load the model and create the batcher; torch is imported here."""
     import torch
 
     from rstar2.engine.batcher import Batcher
@@ -75,7 +74,7 @@ def build(settings: WorkerSettings) -> Batcher:
 
 
 class EngineWorker:
-    """One engine behind a socket."""
+    """Serves one batcher over a socket."""
 
     def __init__(self, sock: socket.socket, mailbox: int, settings: WorkerSettings) -> None:
         self._sock = sock
@@ -86,7 +85,7 @@ class EngineWorker:
         self._held = False
 
     def run(self) -> None:
-        """Serve until a stop message or the end of the socket."""
+        """Serve until a stop message arrives or the socket closes."""
         try:
             self._batcher = build(self._settings)
         except RstarError as error:
@@ -100,15 +99,15 @@ class EngineWorker:
             while self._handle_arrived():
                 self._report(self._batcher.step())
         except (BrokenPipeError, ConnectionResetError):
-            pass  # the engine has ended; nobody reads an answer
+            pass  # the engine has ended; nobody reads the reply
         finally:
-            # Wakes the reader, which would otherwise sit in recv on a closed socket.
+            # Wakes the reader, which would otherwise stay blocked in recv.
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
             reader.join()
 
     def _read(self) -> None:
-        """Turn frames into messages; None marks the end of the socket."""
+        """Decode frames into messages; None marks the end of the socket."""
         with contextlib.suppress(ConnectionResetError):
             while (body := wire.receive(self._sock)) is not None:
                 self._inbox.put(wire.read_for_worker(body))
@@ -151,7 +150,7 @@ class EngineWorker:
                     self._held = False
         except UserError as error:
             if isinstance(message, wire.Release | wire.Resume | wire.StopWorker):
-                raise  # nobody waits for an answer to these
+                raise  # these messages have no reply
             self._send(wire.RequestFailed(message.id, str(error), user=True))
 
     def _submit(self, batcher: Batcher, message: wire.Submit) -> None:
@@ -219,7 +218,7 @@ def main() -> None:
     torch.set_num_threads(settings.threads)
     with socket.socket(fileno=args.socket) as sock:
         EngineWorker(sock, args.mailbox, settings).run()
-    # Skips the tear-down of torch and its threads: nothing is left to save.
+    # Skip the teardown of torch and its threads: there is nothing to save.
     sys.stderr.flush()
     os._exit(0)
 

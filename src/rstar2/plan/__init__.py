@@ -1,10 +1,10 @@
-"""What a recipe needs and how long it takes on named GPUs, before any is paid for.
+"""Estimates memory, time and cost of a recipe on a cluster of GPUs.
 
     recipe -> workload (tokens, calls) ─┐
-    GPU table -> roofline ──────────────┴─> memory fit, step time by part, total time and cost
+    GPU table -> roofline ──────────────┴─> memory fit, step time by phase, total time, cost
 
-No torch, no I/O besides reading a model's configuration; every number that is not in the recipe or
-in the data sheet of a GPU is an `Assumption` and is printed with the plan.
+No torch, and no I/O except to read a model's configuration. Every number that is neither in the
+recipe nor in a GPU's data sheet is a field of `Assumptions` and is printed with the plan.
 """
 
 from rstar2.model_config import ModelShape, find_shape

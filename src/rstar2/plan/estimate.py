@@ -1,13 +1,14 @@
-"""Does it fit, and how long does it take: memory by part, and a roofline of every part of a step.
+"""Memory fit and run time: memory by component, and a roofline model of every phase of a step.
 
-    decoding   step_overhead + max(bytes / bandwidth, arithmetic)   bytes: weights + KV looked at
-    prompts    2 P flops a token                                    P: parameters
-    learning   6 P flops a token (8 P with recomputation), or moving the shards if that is slower
-    weights    one copy through the slowest link, and a fixed part
+    decoding   step_overhead + max(bytes / bandwidth, compute)      bytes: weights + KV read
+    prefill    2 P FLOPs per token                                  P: parameters
+    learning   6 P FLOPs per token (8 P with recomputation), or FSDP communication if that is slower
+    weights    one copy over the slowest link, and a fixed time
 
-Generation is played through on one engine with lengths drawn from the assumed distribution: as
-many rollouts as its KV cache holds, the next as one ends, so the tail at a step's end is in it. On
-request the rollout simulator does it instead, with the real scheduler (`simulated.py`).
+Generation time is computed for one engine with lengths drawn from the assumed distribution. The
+engine runs as many rollouts as its KV cache holds and starts the next when one ends, so the tail at
+the end of a step is included. With `simulated`, the rollout simulator computes it instead, with
+the real scheduler (`simulated.py`).
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from rstar2.plan.workload import (
 
 GB = 1e9
 STATE_BYTES = 16
-"""Of one parameter in training: weight, gradient and two moments in float32."""
+"""Bytes per parameter in training: weight, gradient and two moments in float32."""
 COMPUTE_SHARE = 0.6
-"""Of the arithmetic that decoding with a large batch reaches."""
+"""Share of peak FLOPS that decoding reaches with a large batch."""
 LOGITS_GB = 0.3
-"""The learner computes logits in chunks of this size at most, gradients included."""
+"""Maximum size of a chunk of logits in the learner, gradients included."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryFit:
-    """Memory of one GPU, in GB, by what takes it."""
+    """Memory of one GPU in GB, by component."""
 
     parts: dict[str, float]
     limit: float
@@ -53,7 +54,7 @@ class MemoryFit:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Who is where: engines of `tensor_parallel` GPUs, learner ranks of one each."""
+    """Number of engines (`tensor_parallel` GPUs each) and of learner ranks (one GPU each)."""
 
     engines: int
     tensor_parallel: int
@@ -64,18 +65,18 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """One stage: its step by part in seconds, and what its tools need."""
+    """One stage: seconds per step by phase, and the load on the code environment."""
 
     load: StageLoad
     generate_s: float
     tools_s: float
-    """Beyond generation: waits that nothing hides."""
+    """Waiting for tool calls that does not overlap with generation."""
     learn_s: float
     sync_s: float
     rollouts_held: int
-    """Rollouts that one engine holds at a time."""
+    """Concurrent rollouts per engine."""
     tokens_per_s: float
-    """Of one engine, over the step's generation."""
+    """Generated tokens per second of one engine."""
     calls_per_s: float
     cores_needed: float
 
@@ -86,7 +87,7 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that is said about a recipe on a cluster."""
+    """The estimate for a recipe on a cluster."""
 
     recipe: str
     model: str
@@ -97,13 +98,13 @@ class Plan:
     engine: MemoryFit
     learner: MemoryFit
     kv_tokens: int
-    """Of one engine."""
+    """Size of one engine's KV cache."""
     stages: tuple[StagePlan, ...]
     sft_s: float
     filter_s: float
     evaluation_s: float
     problems: tuple[str, ...]
-    """Why it would not work as it is; empty if it would."""
+    """Why the recipe would not run as it is; empty if it would."""
 
     @property
     def rl_s(self) -> float:
@@ -125,7 +126,7 @@ def make_plan(
     *,
     simulated: bool = False,
 ) -> Plan:
-    """Plan a recipe on a cluster; what does not fit is said, and times are given all the same."""
+    """Plan a recipe on a cluster; times are estimated even if `problems` says it does not fit."""
     assume = assume or Assumptions()
     shape = find_shape(recipe.model.path)
     layout = lay_out(recipe, cluster, shape)
@@ -161,7 +162,7 @@ def make_plan(
 
 
 def lay_out(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> Layout:
-    """Engines and ranks on the GPUs that there are, colocated unless the recipe says otherwise."""
+    """Divide the GPUs into engines and ranks; colocated unless the recipe says otherwise."""
     weights = 2 * shape.parameters / GB
     parallel = 1
     while weights / parallel > 0.5 * cluster.gpu.memory_gb and parallel < cluster.gpus_per_node:
@@ -174,7 +175,7 @@ def lay_out(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> Layout:
 
 
 def learner_fit(recipe: Recipe, cluster: Cluster, shape: ModelShape, layout: Layout) -> MemoryFit:
-    """What one rank holds while it learns; a colocated engine sleeps and holds nothing then."""
+    """Memory of one rank while it trains; a colocated engine sleeps and uses none."""
     tokens = recipe.learner.tokens_per_microbatch
     kept = 1 if recipe.learner.activation_checkpointing else 16
     layer = shape.parameters / shape.layers
@@ -198,9 +199,9 @@ def learner_fit(recipe: Recipe, cluster: Cluster, shape: ModelShape, layout: Lay
 def engine_fit(
     cluster: Cluster, shape: ModelShape, layout: Layout, assume: Assumptions
 ) -> tuple[MemoryFit, int]:
-    """What one GPU of an engine holds while it generates, and the tokens its KV cache takes.
+    """Memory of one GPU of an engine during generation, and its KV cache size in tokens.
 
-    Where the learner's state leaves no room, the cache is what there would be without it.
+    If the learner's state leaves no room, the KV cache is sized as if the state were not there.
     """
     parts = {"weights, bfloat16": 2 * shape.parameters / layout.tensor_parallel / GB}
     limit = assume.kv_share * cluster.gpu.memory_gb
@@ -261,7 +262,7 @@ def _enough(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Times of one recipe on one cluster."""
+    """Time estimates of one recipe on one cluster."""
 
     recipe: Recipe
     cluster: Cluster
@@ -272,7 +273,7 @@ class Roofline:
     simulated: bool = False
 
     def stage(self, load: StageLoad) -> StagePlan:
-        """One step of a stage."""
+        """Estimate one step of a stage."""
         generate_s, held, rate = self.generation(load, load.drawn)
         calls = load.calls(self.assume)
         capacity = self.cluster.cores * self.assume.calls_per_core_s
@@ -291,27 +292,27 @@ class Roofline:
         )
 
     def held(self, load: StageLoad) -> int:
-        """Rollouts that one engine works on at a time."""
+        """Concurrent rollouts per engine, limited by its KV cache and `max_sequences`."""
         tokens = self.assume.prompt_tokens + self.assume.reserve * load.mean_completion
         return max(1, min(self.recipe.engine.max_sequences, int(self.kv_tokens / tokens)))
 
     def generation(self, load: StageLoad, rollouts: int) -> tuple[float, int, float]:
-        """Seconds for so many rollouts over all engines, how many one holds, its tokens/s."""
+        """Seconds to generate `rollouts` on all engines; rollouts and tokens/s per engine."""
         share = -(-rollouts // self.layout.engines)
-        played = min(share, 640)  # more are more of the same
-        lengths = draw_lengths(played, load, self.assume)
+        sample_size = min(share, 640)  # a larger sample would not change the estimate
+        lengths = draw_lengths(sample_size, load, self.assume)
         sampled = [round(n * (1 - self.assume.tool_share)) for n in lengths]
         held = self.held(load)
         if self.simulated:
-            seconds = self._simulated_s(lengths, load.max_length) * share / played
-            return seconds, held, sum(sampled) * share / played / seconds
-        seconds = self.decoding(sampled, held) * share / played
-        read = self.assume.prompt_tokens / 8 + self.assume.tool_share * load.mean_completion
-        flops = 2.0 * self.shape.parameters * read * share
+            seconds = self._simulated_s(lengths, load.max_length) * share / sample_size
+            return seconds, held, sum(sampled) * share / sample_size / seconds
+        seconds = self.decoding(sampled, held) * share / sample_size
+        prefilled = self.assume.prompt_tokens / 8 + self.assume.tool_share * load.mean_completion
+        flops = 2.0 * self.shape.parameters * prefilled * share
         gpu = self.cluster.gpu
         speed = gpu.tflops * 1e12 * self.assume.prefill_mfu * self.layout.tensor_parallel
         seconds += flops / speed
-        return seconds, held, sum(sampled) * share / played / seconds
+        return seconds, held, sum(sampled) * share / sample_size / seconds
 
     def _simulated_s(self, lengths: list[int], limit: int) -> float:
         from rstar2.plan.simulated import engine_model, makespan
@@ -327,7 +328,7 @@ class Roofline:
         return makespan(model, lengths, limit, self.recipe, self.assume)
 
     def decoding(self, lengths: list[int], held: int) -> float:
-        """Play one engine through: all that it holds advance a token at a time."""
+        """Seconds to decode `lengths` on one engine that runs `held` rollouts at a time."""
         waiting = list(reversed(lengths))
         ends: list[tuple[int, int]] = []
         clock, begun, seconds = 0, 0, 0.0
@@ -345,24 +346,24 @@ class Roofline:
         return seconds
 
     def step(self, batch: int, context: float) -> float:
-        """Seconds of one decoding step over `batch` rollouts that hold `context` tokens."""
+        """Seconds per decoding step of `batch` rollouts with `context` tokens in total."""
         gpu, parallel = self.cluster.gpu, self.layout.tensor_parallel
         moved = 2.0 * self.shape.parameters + 2.0 * self.shape.kv_numbers * context
         memory = moved / (gpu.bandwidth_tb * 1e12 * self.assume.decode_bandwidth * parallel)
-        arithmetic = 2.0 * self.shape.parameters * batch
+        flops = 2.0 * self.shape.parameters * batch
         return self.assume.step_overhead_s + max(
-            memory, arithmetic / (gpu.tflops * 1e12 * COMPUTE_SHARE * parallel)
+            memory, flops / (gpu.tflops * 1e12 * COMPUTE_SHARE * parallel)
         )
 
     def learning(self, load: StageLoad) -> float:
-        """Seconds of one learner step."""
+        """Seconds per learner step."""
         length = self.assume.prompt_tokens + load.mean_completion
         passes = 1 if self.recipe.rl.minibatches == 1 else 2  # old logprobs of later mini-batches
         seconds = self._training_s(load.kept * length, length, passes - 1)
         return seconds + self.assume.learn_fixed_s
 
     def sft(self) -> float:
-        """Seconds of the whole SFT stage."""
+        """Seconds of the SFT stage."""
         sft = self.recipe.sft
         if sft is None:
             return 0.0
@@ -371,7 +372,7 @@ class Roofline:
         return self._training_s(count * length, length, 0)
 
     def _training_s(self, tokens: float, length: float, extra_forwards: int) -> float:
-        """Arithmetic, or moving the shards where that takes longer."""
+        """Seconds to train on `tokens`: compute, or FSDP communication if that is slower."""
         gpu, ranks, shape = self.cluster.gpu, self.layout.ranks, self.shape
         forward = 2.0 * shape.parameters + shape.attention_flops(length / 2)
         recomputed = 1 if self.recipe.learner.activation_checkpointing else 0

@@ -1,7 +1,7 @@
-"""GPUs by name, and what a cluster of them is written like.
+"""GPU data sheets, and the parser of cluster descriptions such as 64xMI300X.
 
-Figures are the vendors' data sheets: memory, memory bandwidth and dense bfloat16 arithmetic (no
-sparsity). Prices are round figures for an hour on demand and are there to be overridden.
+Figures are from the vendors' data sheets: memory, memory bandwidth and dense bfloat16 FLOPS (no
+sparsity). Prices are rounded on-demand prices per hour; `--price` overrides them.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from rstar2.errors import UserError
 
 GPUS_PER_NODE = 8
 CORES_PER_GPU = 12
-"""CPU cores that come with a GPU on common machines; what the code environment can count on."""
+"""CPU cores per GPU on common machines, available to the code environment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What a roofline needs to know of one GPU."""
+    """The figures of one GPU that the roofline model uses."""
 
     name: str
     memory_gb: float
     bandwidth_tb: float
     """Memory bandwidth, TB/s."""
     tflops: float
-    """Dense bfloat16 arithmetic."""
+    """Dense bfloat16 TFLOPS."""
     link_gb: float
-    """To the other GPUs of its node, GB/s in one direction."""
+    """Bandwidth to the other GPUs of its node, GB/s in one direction."""
     train_mfu: float
-    """Share of the arithmetic that training reaches: the software's doing, not the chip's."""
+    """Share of peak FLOPS that training reaches; it depends on the software, not the chip."""
     price: float
     """US dollars per hour."""
 
@@ -56,7 +56,7 @@ class Cluster:
     gpus_per_node: int = GPUS_PER_NODE
     cores_per_node: int = 0
     network_gb: float = 50.0
-    """Between nodes, GB/s per GPU in one direction (400 Gb/s)."""
+    """Bandwidth between nodes, GB/s per GPU in one direction (400 Gb/s)."""
     price: float | None = None
 
     @property
@@ -75,17 +75,17 @@ class Cluster:
 
     @property
     def slowest_link_gb(self) -> float:
-        """What limits a collective over all GPUs."""
+        """Bandwidth that limits a collective over all GPUs, GB/s."""
         return self.gpu.link_gb if self.nodes == 1 else min(self.gpu.link_gb, self.network_gb)
 
 
 def parse_cluster(text: str, *, cores_per_node: int = 0, price: float | None = None) -> Cluster:
-    """`64xMI300X` or, with the GPUs of a node, `8x8xMI300X` (nodes x GPUs x name)."""
+    """Parse `64xMI300X` (GPUs x name) or `8x8xMI300X` (nodes x GPUs per node x name)."""
     match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z0-9 ]+)", text.strip())
     if match is None:
         raise UserError(
-            f"--cluster {text}: write the number and name of the GPUs, such as 64xMI300X or, "
-            "node by node, 8x8xMI300X"
+            f"--cluster {text}: write the number and name of the GPUs, such as 64xMI300X, or "
+            "nodes x GPUs per node x name, such as 8x8xMI300X"
         )
     nodes, count, name = match.groups()
     gpu = _find(name)
@@ -101,4 +101,4 @@ def _find(name: str) -> Gpu:
     for gpu in GPUS.values():
         if gpu.name.lower() == wanted:
             return gpu
-    raise UserError(f"no GPU is called {name!r}: choose one of {', '.join(GPUS)}")
+    raise UserError(f"unknown GPU {name!r}: choose one of {', '.join(GPUS)}")

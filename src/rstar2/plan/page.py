@@ -10,7 +10,7 @@ from rstar2.plan.workload import Assumptions
 
 
 def render(plan: Plan, others: dict[str, float]) -> str:
-    """The whole plan; `others` are total seconds under changed assumptions, by what changed."""
+    """Render a plan; `others` are the total seconds under changed assumptions, by change."""
     return "\n".join([*_head(plan), *_memory(plan), *_steps(plan), *_total(plan, others)]) + "\n"
 
 
@@ -34,7 +34,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield "memory per GPU, GB"
     for name, fit in (("generating", plan.engine), ("learning", plan.learner)):
         yield f"  {name:<12} {fit.total:7.1f} of {fit.limit:.1f}   {_parts(fit)}"
-    yield f"  an engine's KV cache holds {plan.kv_tokens:,} tokens"
+    yield f"  each engine's KV cache holds {plan.kv_tokens:,} tokens"
     yield ""
 
 
@@ -44,7 +44,7 @@ def _parts(fit: MemoryFit) -> str:
 
 def _steps(plan: Plan) -> Iterator[str]:
     yield (
-        "one step       steps  rollouts  length  held/engine  tok/s/engine  "
+        "per step       steps  rollouts  length  held/engine  tok/s/engine  "
         "generate   tools   learn    sync  = seconds   calls/s  cores"
     )
     for stage in plan.stages:
@@ -67,20 +67,20 @@ def _total(plan: Plan, others: dict[str, float]) -> Iterator[str]:
         ("evaluation", plan.evaluation_s),
         ("total", plan.total_s),
     )
-    yield "whole run"
+    yield "run time and cost"
     for name, seconds in rows:
         yield f"  {name:<20} {_duration(seconds):>12}"
     rate = f"{plan.cluster.dollars_per_hour:,.2f} $ per hour"
     yield f"  {'cost':<20} {plan.dollars:>10,.0f} $  ({rate})"
     yield ""
-    yield "total if instead"
+    yield "total time if"
     for what, seconds in others.items():
         yield f"  {what:<60} {_duration(seconds):>12}"
     yield ""
     yield "assumptions (change one with --assume NAME=VALUE)"
     for field in fields(Assumptions):
         yield f"  {field.name:<20} {getattr(plan.assume, field.name):g}"
-    yield f"  {'train_mfu':<20} {plan.cluster.gpu.train_mfu:g} (of the GPU)"
+    yield f"  {'train_mfu':<20} {plan.cluster.gpu.train_mfu:g} (from the GPU table)"
 
 
 def _duration(seconds: float) -> str:

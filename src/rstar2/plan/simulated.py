@@ -1,7 +1,7 @@
-"""Generation by the rollout simulator: the real scheduler over an engine of the plan's roofline.
+"""Generation time from the rollout simulator: the real scheduler over the plan's engine model.
 
-Slower than playing one engine through, and closer: admission is the scheduler's own, turns wait for
-their tools, prompts are computed beside decoding, groups share their prompt.
+Slower than `Roofline.decoding` and more accurate: the real scheduler admits rollouts, turns wait
+for their tools, prefill runs alongside decoding, and groups share their prompt.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def engine_model(
     assume: Assumptions,
     kv_tokens: int,
 ) -> EngineModel:
-    """The plan's roofline in the simulator's five figures."""
+    """The plan's roofline as the simulator's engine model."""
     bandwidth = parallel * cluster.gpu.bandwidth_tb * 1e12 * assume.decode_bandwidth
     flops = parallel * cluster.gpu.tflops * 1e12
     return EngineModel(
@@ -57,7 +57,7 @@ def makespan(
 
 
 def _rollout(name: str, length: int, limit: int, assume: Assumptions) -> RolloutPlan:
-    """Equal turns, with a call after each but the last; longer rollouts make no more calls."""
+    """Equal turns with a tool call after each but the last; longer rollouts make no more calls."""
     calls = min(round(assume.calls_per_rollout), max(0, length // 64))
     response = int(assume.tool_share * length / calls) if calls else 0
     sampled = max(1, (length - calls * response) // (calls + 1))

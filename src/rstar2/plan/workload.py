@@ -1,7 +1,7 @@
-"""What a recipe asks of a cluster: rollouts, tokens and tool calls of a step of each stage.
+"""The workload of a recipe: rollouts, tokens and tool calls per step of each stage.
 
-Lengths and calls are not in a recipe: they are what the policy makes of it. The defaults follow
-what the paper reports of its run, as shares of the length limit, and can be overridden.
+A recipe does not set completion lengths and tool calls: they depend on the policy. The defaults
+follow the paper's run, with lengths as shares of the length limit, and can be overridden.
 """
 
 from __future__ import annotations
@@ -16,80 +16,80 @@ from rstar2.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """Everything that a plan takes for granted, by name."""
+    """The assumptions of a plan, by name."""
 
     first_length: float = 0.35
-    """Mean completion of the first stage, as a share of its limit (paper: 1K -> 4K of 8K)."""
+    """Mean completion length in the first stage, as a share of its limit (paper: 1K-4K of 8K)."""
     middle_length: float = 0.5
-    """... of the stages between (paper: 6K of 12K)."""
+    """The same in the middle stages (paper: 6K of 12K)."""
     last_length: float = 0.67
-    """... of the last stage (paper: 8K of 12K)."""
+    """The same in the last stage (paper: 8K of 12K)."""
     length_spread: float = 0.6
-    """Standard deviation of the logarithm of completion lengths, before the limit cuts them."""
+    """Standard deviation of the logarithm of completion lengths, before truncation."""
     prompt_tokens: int = 400
-    """System text, tool signatures and problem."""
+    """System prompt, tool signatures and problem."""
     tool_share: float = 0.1
-    """Share of the completion that tools wrote."""
+    """Share of completion tokens that are tool responses."""
     calls_per_rollout: float = 2.75
-    """Paper: up to 45K calls in a step of 16,384 rollouts."""
+    """Tool calls per rollout (paper: up to 45K calls per step of 16,384 rollouts)."""
     call_s: float = 0.3
-    """Wait for one tool call (paper: 0.3 s mean, end to end)."""
+    """Latency of one tool call (paper: 0.3 s mean, end to end)."""
     calls_per_core_s: float = 100.0
     """Tool calls per second of one core (docs/benchmarks.md: 53 with SymPy, 333 of a print)."""
     extra_groups: float = 0.25
-    """Groups drawn again because all rewards were equal, as a share of a step's problems."""
+    """Groups redrawn because all rewards were equal, as a share of the prompts per step."""
     decode_bandwidth: float = 0.6
     """Share of the memory bandwidth that decoding reaches."""
     prefill_mfu: float = 0.4
-    """Share of the arithmetic that computing prompts reaches."""
+    """Share of peak FLOPS that prefill reaches."""
     step_overhead_s: float = 0.006
-    """Of one decoding step: launches, sampling, the engine's own scheduling."""
+    """Fixed time per decoding step: kernel launches, sampling, the engine's scheduling."""
     kv_share: float = 0.9
-    """Of an engine's memory: the rest is activations and fragments."""
+    """Share of GPU memory that an engine uses; the rest is activations and fragmentation."""
     reserve: float = 1.15
-    """KV that an admitted rollout takes in the mean, as a multiple of its mean final length."""
+    """Mean KV of an admitted rollout, as a multiple of its mean completion length."""
     sync_fixed_s: float = 5.0
-    """Of one weight update: pause, probe, resume, and sleep and wake if colocated."""
+    """Fixed time per weight update: pause, probe, resume, and sleep and wake if colocated."""
     learn_fixed_s: float = 5.0
-    """Of one learner step: packing, the optimizer, checkpoints in the mean."""
+    """Fixed time per learner step: packing, the optimizer, checkpoints on average."""
 
     host_state: int = 0
-    """1: the learner's state waits in host memory while colocated engines generate."""
+    """1: the learner's state is in host memory while colocated engines generate."""
     problems: int = 42_000
-    """Problems of a data file (the difficulty filter answers all of them)."""
+    """Problems in a data file (the difficulty filter samples all of them)."""
     conversations: int = 222_000
-    """SFT conversations of a data file."""
+    """SFT conversations in a data file."""
     conversation_tokens: int = 800
-    """Mean length of one."""
+    """Mean tokens per SFT conversation."""
     eval_length: float = 0.33
-    """Mean completion in evaluation, as a share of its limit (paper: 10K of 30K)."""
+    """Mean completion length in evaluation, as a share of its limit (paper: 10K of 30K)."""
 
     @staticmethod
     def with_changes(changes: dict[str, float]) -> Assumptions:
-        """The defaults with some replaced; an unknown name is refused."""
+        """The defaults with some replaced; UserError for an unknown name."""
         known = {f.name for f in fields(Assumptions)}
         for name in changes:
             if name not in known:
                 raise UserError(f"--assume {name}: choose one of {', '.join(sorted(known))}")
-        whole = {f.name for f in fields(Assumptions) if f.type == "int"}
-        values = {n: int(v) if n in whole else v for n, v in changes.items()}
+        integers = {f.name for f in fields(Assumptions) if f.type == "int"}
+        values = {n: int(v) if n in integers else v for n, v in changes.items()}
         return Assumptions(**values)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """One step of one stage."""
+    """The workload of one step of a stage."""
 
     name: str
     steps: int
     max_length: int
     drawn: int
-    """Rollouts generated in a step, refills included."""
+    """Rollouts generated per step, refills included."""
     kept: int
-    """Rollouts learnt from in a step."""
+    """Rollouts trained on per step."""
     mean_completion: float
     filtered: int = 0
-    """Rollouts of the difficulty filter before the stage, once."""
+    """Rollouts that the difficulty filter generates once before the stage."""
 
     def calls(self, assume: Assumptions) -> float:
         return self.drawn * assume.calls_per_rollout
@@ -140,11 +140,11 @@ def _mean(index: int, count: int, stage: StageConfig, assume: Assumptions) -> fl
 
 
 def draw_lengths(count: int, load: StageLoad, assume: Assumptions, seed: int = 0) -> list[int]:
-    """Completion lengths: log-normal, cut at the limit, with the mean that is asked for."""
+    """Draw completion lengths: log-normal, truncated at the limit, with the given mean."""
     rng = random.Random(seed)
     limit = load.max_length - assume.prompt_tokens
     normals = [rng.gauss(0.0, assume.length_spread) for _ in range(count)]
-    low, high = 1.0, 50.0 * limit  # the median before cutting, found by halving
+    low, high = 1.0, 50.0 * limit  # bisect for the median before truncation
     for _ in range(40):
         middle = math.sqrt(low * high)
         mean = sum(min(limit, middle * math.exp(n)) for n in normals) / count
