@@ -188,9 +188,10 @@ def bench(
     url: Url = "",
     as_json: AsJson = False,
 ) -> None:
-    """Measure calls per second and latency of a few small programs, through HTTP.
+    """Measure calls per second and latency of small programs.
 
-    benchmarks/codeenv.py compares this with other ways to run Python.
+    The calls go through HTTP. benchmarks/codeenv.py compares the figures with other ways to run
+    Python.
     """
     from rstar2.codeenv.client.bench import PROGRAMS, measure
 

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from rstar2.types import Problem
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Prepare training data from public data sets."
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    help="Prepare training data from public data sets.",
 )
 
 

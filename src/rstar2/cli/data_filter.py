@@ -158,7 +158,9 @@ def difficulty(
     seed: Seed = 0,
     json: AsJson = False,
 ) -> None:
-    """Drop the problems that the current policy always solves, and keep those it never solves.
+    """Drop the problems that the current policy always solves.
+
+    Problems that it never solves are kept.
 
     \b
     rstar2 data difficulty problems --model RUN --out hard

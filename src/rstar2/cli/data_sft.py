@@ -51,7 +51,9 @@ def sft(
     seed: Annotated[int, typer.Option(help="Random seed for the mixture and its order.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print the data card as JSON.")] = False,
 ) -> None:
-    """Convert function-calling and chat data into SFT conversations and write a data card.
+    """Convert chat and function-calling data to SFT conversations.
+
+    Also writes a data card.
 
     \b
     rstar2 data sft ToolACE.json apigen-mt_5k.json glaive-function-calling-v2.json \\

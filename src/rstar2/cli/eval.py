@@ -47,7 +47,11 @@ app = typer.Typer(cls=DefaultToRun, add_completion=False, rich_markup_mode=None)
 
 @app.callback()
 def root() -> None:
-    """Score a checkpoint, a run or an endpoint on benchmarks (see `rstar2 eval run --help`)."""
+    """Score a checkpoint, a run or an endpoint on benchmarks.
+
+    `rstar2 eval MODEL` is short for `rstar2 eval run MODEL`; `rstar2 eval run --help` lists its
+    options.
+    """
 
 
 PAPER = EvalOptions(samples=16, temperature=0.6, max_length=30_720, max_turns=30)
@@ -171,7 +175,7 @@ def compare(
     second: Annotated[Path, typer.Argument(help="Directory of the second evaluation (B).")],
     json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
 ) -> None:
-    """Compare two evaluations of the same problems with a paired test over problems."""
+    """Compare two evaluations with a paired test over problems."""
     from rstar2.evaluate.compare import compare as compare_results
     from rstar2.evaluate.show import compare_table
     from rstar2.evaluate.store import read_results
