@@ -26,8 +26,8 @@ SLOW_FIXTURES = {"finished", "trained", "browser", "shared_cell", "installed"}
 """Fixtures that train a model, start a browser or an attack cell, or build a wheel."""
 
 SLOW_FILES = {
-    *("codeenv/test_cli.py", "codeenv/test_pool.py", "codeenv/test_pool_faults.py"),
-    *("codeenv/test_serve.py", "codeenv/test_served_pool.py", "engine/test_embedded.py"),
+    *("codeenv/test_cli.py", "codeenv/test_executor.py", "codeenv/test_executor_faults.py"),
+    *("codeenv/test_serve.py", "codeenv/test_served_executor.py", "engine/test_embedded.py"),
     *("learner/test_checkpoint.py", "learner/test_ranks.py", "learner/test_tiny.py"),
 }
 """Files whose tests start servers, engines or learner ranks."""

@@ -1,4 +1,4 @@
-"""The attacker's side of a cell: sends programs to the pool inside and reads their results."""
+"""The attacker's side of a cell: sends programs to the executor inside and reads their results."""
 
 from __future__ import annotations
 

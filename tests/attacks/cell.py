@@ -5,7 +5,7 @@
 The cell has its own PID, mount, network, IPC, UTS and cgroup namespaces (and a user namespace
 unless started by root), an overlay of the root on a tmpfs, which discards all writes, its own
 /proc, /dev and /tmp, and memory and pids control groups where available. Inside it,
-`cell_server.py` starts the pool and the canaries. The cell ends with its first process.
+`cell_server.py` starts the executor and the canaries. The cell ends with its first process.
 
 Variants: root (control groups are available), user (ordinary user, no control groups).
 """
@@ -157,7 +157,7 @@ def show(path: str, root: Path) -> None:
 
 
 def mount_cgroups(root: Path) -> None:
-    """Mount the cell's own control groups, so that the pool inside can create more."""
+    """Mount the cell's own control groups, so that the executor inside can create more."""
     version2 = any(
         line.split(" - ")[1].startswith("cgroup2") and "/unified" not in line
         for line in Path("/proc/self/mountinfo").read_text().splitlines()

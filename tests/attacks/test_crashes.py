@@ -1,4 +1,4 @@
-"""Crashes: the interpreter may die, the pool may not."""
+"""Crashes: the interpreter may die, the executor may not."""
 
 from __future__ import annotations
 

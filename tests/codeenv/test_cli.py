@@ -1,4 +1,4 @@
-"""`rstar2 codeenv` and `rstar2 doctor` as a user runs them, with the real pool."""
+"""`rstar2 codeenv` and `rstar2 doctor` as a user runs them, with a real server."""
 
 from __future__ import annotations
 

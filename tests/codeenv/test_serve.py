@@ -44,7 +44,7 @@ def test_the_listening_socket_names_its_protocol() -> None:
         assert sock.proto == socket.IPPROTO_TCP
 
 
-async def test_the_pool_is_not_started_when_the_port_is_taken() -> None:
+async def test_the_executor_is_not_started_when_the_port_is_taken() -> None:
     class Untouchable:
         def __getattr__(self, name: str) -> object:
             raise AssertionError(f"{name} was used")
@@ -56,7 +56,7 @@ async def test_the_pool_is_not_started_when_the_port_is_taken() -> None:
 
 
 @pytest.mark.slow
-async def test_an_owner_is_told_why_its_server_cannot_start() -> None:
+async def test_an_owner_gets_the_error_of_a_server_that_cannot_start() -> None:
     with bind(CodeEnvConfig()) as taken:
         config = CodeEnvConfig(port=taken.getsockname()[1])
         with pytest.raises(UserError, match="port"):

@@ -1,4 +1,4 @@
-"""Faults of the code environment with the real pool: whichever process dies, every call is answered
+"""Faults of the code environment with real servers: whichever process dies, every call is answered
 once and nothing is left behind."""
 
 from __future__ import annotations

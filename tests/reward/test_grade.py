@@ -13,7 +13,7 @@ from rstar2.reward.grade import GRADERS, MAX_ANSWER_CHARS, check_gold, grade, re
 from rstar2.types import Failure, Problem, StopReason, Trajectory
 
 
-class Pool:
+class FakeVerifier:
     """A scripted verifier that records its requests."""
 
     def __init__(self, reply: Callable[[VerifyRequest], VerifyResult] | Exception) -> None:
@@ -28,8 +28,8 @@ class Pool:
         return self.reply(request)
 
 
-def says(value: object) -> Pool:
-    return Pool(lambda request: VerifyResult(request.id, value))
+def says(value: object) -> FakeVerifier:
+    return FakeVerifier(lambda request: VerifyResult(request.id, value))
 
 
 def trajectory(
@@ -59,33 +59,33 @@ def problem(answer: str, grader: str = "math") -> Problem:
 async def test_what_needs_no_algebra_is_graded_at_once(
     answer: str, truth: str, grader: str, value: float
 ) -> None:
-    pool = says(None)
-    graded = await grade(trajectory(answer), problem(truth, grader), pool, 1.0)
+    verifier = says(None)
+    graded = await grade(trajectory(answer), problem(truth, grader), verifier, 1.0)
     assert graded.reward is not None
     assert (graded.reward.value, graded.reward.answer, graded.reward.grader) == (
         value,
         answer,
         grader,
     )
-    assert not pool.requests
+    assert not verifier.requests
 
 
 @pytest.mark.parametrize("verdict", [True, False])
-async def test_algebra_is_left_to_the_pool(verdict: bool) -> None:
-    pool = says(verdict)
-    graded = await grade(trajectory("\\frac{84}{2}"), problem("42"), pool, 1.5)
+async def test_algebra_is_left_to_the_verifier(verdict: bool) -> None:
+    verifier = says(verdict)
+    graded = await grade(trajectory("\\frac{84}{2}"), problem("42"), verifier, 1.5)
     assert graded.reward is not None
     assert graded.reward.value == float(verdict)
-    (request,) = pool.requests
+    (request,) = verifier.requests
     assert (request.function, request.deadline_s) == ("math", 1.5)
     assert request.arguments == {"answer": "\\frac{84}{2}", "truth": "42"}
 
 
 async def test_the_id_of_a_check_covers_what_is_checked() -> None:
-    pool = says(True)
+    verifier = says(True)
     for answer in ("x", "x", "y"):
-        await grade(trajectory(answer), problem("z"), pool, 1.0)
-    first, again, other = (request.id for request in pool.requests)
+        await grade(trajectory(answer), problem("z"), verifier, 1.0)
+    first, again, other = (request.id for request in verifier.requests)
     assert first == again != other
 
 
@@ -101,11 +101,11 @@ async def test_the_id_of_a_check_covers_what_is_checked() -> None:
     ],
 )
 async def test_no_answer_and_truncation_earn_nothing(answer: str | None, stop: StopReason) -> None:
-    pool = says(True)
-    graded = await grade(trajectory(answer, stop), problem("42"), pool, 1.0)
+    verifier = says(True)
+    graded = await grade(trajectory(answer, stop), problem("42"), verifier, 1.0)
     assert graded.reward is not None
     assert graded.reward.value == 0.0
-    assert not pool.requests
+    assert not verifier.requests
 
 
 @pytest.mark.parametrize("stop", [s for s in StopReason if s.infrastructure])
@@ -115,26 +115,31 @@ async def test_infrastructure_is_never_graded(stop: StopReason) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pool", "name"),
+    ("verifier", "name"),
     [
-        (Pool(lambda r: VerifyResult(r.id, error="timeout", message="5 s")), "grader_timeout"),
-        (Pool(lambda r: VerifyResult(r.id, error="exception")), "grader_exception"),
-        (Pool(lambda r: VerifyResult("other", True)), "grader_nonsense"),
-        (Pool(lambda r: VerifyResult(r.id, "yes")), "grader_nonsense"),
-        (Pool(CodeEnvError("no server")), "grader_code_env"),
-        (Pool(DeadlineError("late")), "grader_deadline"),
-        (Pool(ConnectionRefusedError("no")), "grader_connection"),
+        (
+            FakeVerifier(lambda r: VerifyResult(r.id, error="timeout", message="5 s")),
+            "grader_timeout",
+        ),
+        (FakeVerifier(lambda r: VerifyResult(r.id, error="exception")), "grader_exception"),
+        (FakeVerifier(lambda r: VerifyResult("other", True)), "grader_nonsense"),
+        (FakeVerifier(lambda r: VerifyResult(r.id, "yes")), "grader_nonsense"),
+        (FakeVerifier(CodeEnvError("no server")), "grader_code_env"),
+        (FakeVerifier(DeadlineError("late")), "grader_deadline"),
+        (FakeVerifier(ConnectionRefusedError("no")), "grader_connection"),
     ],
 )
-async def test_a_failing_grader_is_a_named_failure_and_no_reward(pool: Pool, name: str) -> None:
-    graded = await grade(trajectory("x"), problem("y"), pool, 1.0)
+async def test_a_failing_grader_is_a_named_failure_and_no_reward(
+    verifier: FakeVerifier, name: str
+) -> None:
+    graded = await grade(trajectory("x"), problem("y"), verifier, 1.0)
     assert graded.reward is None
     assert graded.failure is not None
     assert graded.failure.name == name
 
 
-async def test_a_silent_pool_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Silent(Pool):
+async def test_a_silent_verifier_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(FakeVerifier):
         async def verify(self, request: VerifyRequest) -> VerifyResult:
             await asyncio.Event().wait()
             raise AssertionError
@@ -168,7 +173,7 @@ async def test_rejected_golds_are_listed_with_why() -> None:
         return VerifyResult(request.id, truth == "fine")
 
     problems = [problem("fine"), problem("odd"), problem("slow"), problem("7", "integer")]
-    rejected = await rejected_golds(problems, Pool(reply), 1.0)
+    rejected = await rejected_golds(problems, FakeVerifier(reply), 1.0)
     assert [(p.answer, why) for p, why in rejected] == [
         ("odd", "not accepted"),
         ("slow", "grader_timeout: 5 s"),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from rstar2.config.schema import OptimizerConfig, Recipe
 
 _STAGE_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +223,7 @@ def _engines(recipe: Recipe) -> Iterator[RecipeFault]:
 
 def _codeenv(recipe: Recipe) -> Iterator[RecipeFault]:
     env = recipe.codeenv
-    if not env.urls and env.host not in _LOOPBACK and not env.token:
+    if not env.urls and env.host not in LOOPBACK and not env.token:
         yield RecipeFault(
             f"codeenv.host = {env.host} opens the code environment to the network without "
             "codeenv.token: set one, or use 127.0.0.1",

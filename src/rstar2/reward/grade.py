@@ -179,7 +179,7 @@ async def judge(
 async def _verify(
     id: str, function: str, answer: str, truth: str, verifier: Verifier, deadline_s: float
 ) -> bool | Failure:
-    # The id includes the contents, because the pool caches results by id.
+    # The id includes the contents, because a server remembers results by id.
     digest = hashlib.blake2b(f"{answer}\x1f{truth}".encode("utf-8", "replace"), digest_size=8)
     request = VerifyRequest(
         id=f"{id}/grade-{digest.hexdigest()}",

@@ -70,7 +70,9 @@ class Filter:
     def parse(cls, query: Mapping[str, str]) -> Filter:
         """From a query string; raises UserError naming an invalid value."""
         values = {name: query.get(name, "").strip() for name in cls.__dataclass_fields__}
-        numbers = {n: _whole(n, values[n]) for n in ("step", "least", "most", "start", "limit")}
+        numbers = {
+            n: whole_number(n, values[n]) for n in ("step", "least", "most", "start", "limit")
+        }
         choices = {
             "reward": tuple(_REWARDS),
             "kept": tuple(_KEPT),
@@ -219,7 +221,8 @@ def _texts(line: bytes, needle: str) -> dict[int, str]:
     }
 
 
-def _whole(name: str, text: str) -> int | None:
+def whole_number(name: str, text: str) -> int | None:
+    """The value of a parameter; None if it is empty, a UserError if it is not a whole number."""
     if not text:
         return None
     if not text.isdecimal() or len(text) > 12:

@@ -1,4 +1,4 @@
-"""The viewer's web server: its routes, and its life from bind to shutdown.
+"""The viewer's web server: its routes, and its lifecycle from bind to shutdown.
 
     /api/...     JSON, answered in a thread, so that one request does not wait for another's disk
     /static/...  the files of the page
@@ -32,6 +32,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rstar2.config.check import LOOPBACK
 from rstar2.errors import UserError
 from rstar2.viewer import STATIC, detail, overview, query
 from rstar2.viewer.run import NotRecordedError, ViewedRun
@@ -39,7 +40,6 @@ from rstar2.viewer.run import NotRecordedError, ViewedRun
 log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
-LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -217,10 +217,7 @@ def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _number(asked: QueryParams, name: str) -> int:
-    text = asked.get(name, "") or "0"
-    if not text.isdecimal() or len(text) > 12:
-        raise UserError(f"{name}={text!r}: must be a whole number")
-    return int(text)
+    return query.whole_number(name, asked.get(name, "")) or 0
 
 
 def _file_name(run: str, stage: str, step: int) -> str:
@@ -228,7 +225,7 @@ def _file_name(run: str, stage: str, step: int) -> str:
     return "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "_" for c in name)
 
 
-# --------------------------------------------------------------------------- life
+# --------------------------------------------------------------------------- lifecycle
 
 
 class RunFollower:

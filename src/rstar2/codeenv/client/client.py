@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Sequence
-from types import TracebackType
 from typing import cast
 
 from rstar2.codeenv import deadlines, wire
@@ -117,12 +116,7 @@ class CodeEnvClient:
     async def __aenter__(self) -> CodeEnvClient:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
     async def close(self) -> None:

@@ -85,7 +85,7 @@ class ServerEndpoint:
         return self.healthy and now >= self.retry_at and self.outstanding < self.window
 
     def mark_down(self, reason: str, *, cut: bool = False) -> None:
-        """Send nothing to this server until the monitor has found it up again.
+        """Send nothing to this server until the monitor finds it up again.
 
         `cut` also closes its busy connections, for a server that hangs instead of exiting.
         """
@@ -282,8 +282,7 @@ class Connection:
                     address.host, address.port, ssl=context, limit=STREAM_LIMIT
                 )
         except (OSError, TimeoutError) as error:
-            reason = getattr(error, "strerror", None) or type(error).__name__
-            raise TransportError(f"cannot connect to {address.name}: {reason}") from error
+            raise TransportError(f"cannot connect to {address.name}: {_reason(error)}") from error
         return cls(address, reader, writer)
 
     async def request(self, method: str, path: str, body: bytes) -> HttpResponse:
@@ -330,11 +329,15 @@ class Connection:
         self.reusable = headers.get("connection", "").lower() != "close"
 
     def _broken(self, error: Exception) -> TransportError:
-        reason = getattr(error, "strerror", None) or type(error).__name__
-        return TransportError(f"{self.address.name} broke the connection: {reason}")
+        return TransportError(f"{self.address.name} broke the connection: {_reason(error)}")
 
     def close(self) -> None:
         self.writer.close()
+
+
+def _reason(error: Exception) -> str:
+    """The system's text of an error, or the name of its type."""
+    return (error.strerror if isinstance(error, OSError) else None) or type(error).__name__
 
 
 @dataclass(slots=True)

@@ -11,14 +11,26 @@ import sys
 
 import msgspec
 
-from rstar2 import errors
 from rstar2.child import Child
 from rstar2.codeenv import deadlines
 from rstar2.codeenv.wire import ServerReady
 from rstar2.config import CodeEnvConfig
-from rstar2.errors import CodeEnvError
+from rstar2.errors import (
+    CodeEnvError,
+    DeadlineError,
+    InfrastructureError,
+    InvariantError,
+    IsolationError,
+    RstarError,
+    UserError,
+)
 
 COMMAND = ("-m", "rstar2.codeenv.server.serve")
+ERRORS: dict[str, type[RstarError]] = {
+    kind.__name__: kind
+    for kind in (UserError, DeadlineError, IsolationError, InfrastructureError, InvariantError)
+}
+"""Errors that a server which cannot start reports by name; any other is a CodeEnvError."""
 
 
 class LocalServer:
@@ -62,8 +74,7 @@ class LocalServer:
             )
         ready = msgspec.json.decode(line, type=ServerReady)
         if ready.error:
-            kind = getattr(errors, ready.error, CodeEnvError)
-            raise kind(ready.message)
+            raise ERRORS.get(ready.error, CodeEnvError)(ready.message)
         return ready
 
     async def wait(self) -> int:

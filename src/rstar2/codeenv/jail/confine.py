@@ -114,7 +114,7 @@ def readable_paths() -> list[str]:
     return paths
 
 
-def unshare_namespaces(spec: JailSpec) -> None:
+def unshare_namespaces() -> None:
     """Leave the host's namespaces; the next child is PID 1 of the new PID namespace."""
     flags = NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS | NEWCGROUP
     uid, gid = os.geteuid(), os.getegid()

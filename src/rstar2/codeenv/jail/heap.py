@@ -3,7 +3,6 @@
 Before the imports, Python's arenas and malloc are directed into one contiguous heap. After the
 warm-up the kernel is asked to collapse that heap into huge pages (MADV_COLLAPSE). All of this is
 optional: where libc or the kernel lacks a part, calls are slower and nothing else changes.
-`HeapReport` states how much of the heap is in huge pages.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import os
 import re
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 _HUGE = 2 << 20
@@ -33,21 +31,11 @@ class _ArenaAllocator(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True, slots=True)
-class HeapReport:
-    """How much of the warm heap is in huge pages."""
-
-    contiguous: bool
-    heap_mb: float
-    huge_mb: float
-
-
 class WarmHeap:
     """Directs allocations between construction and `settle` into one heap."""
 
     def __init__(self, reserve_mb: int = 64) -> None:
         self._original: _ArenaAllocator | None = None
-        self.contiguous = False
         self._fillers: list[list[object]] = []
         if not hasattr(_libc, "mallopt"):
             return
@@ -69,7 +57,6 @@ class WarmHeap:
         redirected = _ArenaAllocator(4096, aligned, original.free)
         api.PyObject_SetArenaAllocator(ctypes.byref(redirected))
         self._original = original
-        self.contiguous = True
 
     def fill_holes(self) -> None:
         """Fill the free blocks that the warm-up left in Python's pools.
@@ -85,12 +72,11 @@ class WarmHeap:
             else:
                 self._fillers.append([object() for _ in range(holes)])
 
-    def settle(self) -> HeapReport:
+    def settle(self) -> None:
         """Restore the usual allocators for later calls and collapse the heap."""
         self.fill_holes()
         self.stop_redirecting()
         collapse()
-        return self.report()
 
     def stop_redirecting(self) -> None:
         """Restore the usual allocators.
@@ -104,21 +90,6 @@ class WarmHeap:
         _libc.mallopt(_M_TOP_PAD, 128 << 10)
         _libc.mallopt(_M_MMAP_THRESHOLD, 128 << 10)
         self._original = None
-
-    def report(self) -> HeapReport:
-        """Read the sizes from the kernel; zeros without /proc."""
-        heap = huge = 0
-        try:
-            lines = Path("/proc/self/smaps").read_text().splitlines()
-        except OSError:
-            return HeapReport(self.contiguous, 0.0, 0.0)
-        for line in lines:
-            key, _, rest = line.partition(":")
-            if key == "Anonymous":
-                heap += int(rest.split()[0])
-            elif key == "AnonHugePages":
-                huge += int(rest.split()[0])
-        return HeapReport(self.contiguous, heap / 1024, huge / 1024)
 
 
 _HOLES = re.compile(r"^\s*\d+\s+(\d+)\s+\d+\s+\d+\s+(\d+)\s*$", re.MULTILINE)

@@ -82,8 +82,9 @@ def _refuse(number: int) -> bytes:
     return _op(_RET, _ERRNO | number)
 
 
-def _argument(index: int, high: bool = False) -> bytes:
-    return _op(_LD, _ARGS + 8 * index + (4 if high else 0))
+def _argument(index: int) -> bytes:
+    """Load the low word of an argument."""
+    return _op(_LD, _ARGS + 8 * index)
 
 
 def _prologue(machine: str) -> bytes:
@@ -142,12 +143,14 @@ class CallFilter:
     which can kill them all. Its filter is installed once and inherited by the clones.
     """
 
-    def __init__(self, level: str, session: bool = False, machine: str = syscalls.MACHINE) -> None:
-        nr = syscalls.numbers(machine)
+    def __init__(self, level: str, session: bool = False) -> None:
+        nr = syscalls.numbers()
         threads_only = _argument(0) + _op(_JSET, CLONE_THREAD, 0, 1) + _op(_RET, _ALLOW)
         if session:
             threads_only += _op(_JEQ, CLONE_PARENT | 17, 0, 1) + _op(_RET, _ALLOW)
-        code = _prologue(machine) + _when(nr["clone"], threads_only + _refuse(errno.EAGAIN))
+        code = _prologue(syscalls.MACHINE) + _when(
+            nr["clone"], threads_only + _refuse(errno.EAGAIN)
+        )
         for name in ("fork", "vfork"):
             if name in nr:
                 code += _when(nr[name], _refuse(errno.EAGAIN))

@@ -387,7 +387,7 @@ class JailWorker:
                         if entry.is_dir(follow_symlinks=False):
                             stack.append(entry.path)
             except OSError:
-                continue  # it changed meanwhile; the next check counts it
+                continue  # it changed during the scan; the next check counts it
         return total
 
     def _clean_scratch(self) -> bool:

@@ -20,7 +20,6 @@ import shutil
 import signal
 import socket
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -87,11 +86,11 @@ class Zygote:
         sys.argv = ["program.py"]
         sys.path.insert(0, "")
         gc.collect()
-        report = warm.settle()
+        warm.settle()
         gc.freeze()
         gc.disable()
         confine.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        self.say(ready=True, flavour=self.flavour, missing=missing, heap=asdict(report))
+        self.say(ready=True, flavour=self.flavour, missing=missing)
 
     def say(self, **message: Any) -> None:
         """Send a message to the server."""
@@ -178,7 +177,7 @@ class Zygote:
         try:
             cgroups.join(spec.group, os.getpid())
             if spec.level == "strict":
-                confine.unshare_namespaces(spec)
+                confine.unshare_namespaces()
             pid = os.fork()
             if pid == 0:
                 os.close(writer)

@@ -1,4 +1,4 @@
-"""The HTTP face of the code environment: a small ASGI application over the call table.
+"""The HTTP interface of the code environment: a small ASGI application over the call table.
 
 Routes are in `CodeEnvApp._routes`. Written on ASGI directly because the batch endpoint needs what
 frameworks hide: a line is sent as soon as its call finishes (one slow call never delays the others
@@ -20,7 +20,7 @@ from typing import Any
 from rstar2.codeenv import deadlines, wire
 from rstar2.codeenv.protocol import CallRequest, CallResult
 from rstar2.codeenv.server import metrics
-from rstar2.codeenv.server.calls import CallTable
+from rstar2.codeenv.server.calls import SHUTTING_DOWN, CallTable
 from rstar2.codeenv.wire import BatchLine, Refusal
 from rstar2.errors import CodeEnvError, InfrastructureError, QueueFullError, UserError
 from rstar2.types import ToolResult
@@ -227,7 +227,7 @@ class BatchStream:
         if self._open.pop(request.id, None) is None:
             return None
         if task.cancelled():
-            error = wire.WireError("shutting_down", "the server is shutting down; ask another")
+            error = wire.WireError("shutting_down", SHUTTING_DOWN)
             return self._refuse(request.id, error)
         failed = task.exception()
         if isinstance(failed, Refusal):

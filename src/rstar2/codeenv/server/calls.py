@@ -56,6 +56,7 @@ from rstar2.types import ToolResult
 log = logging.getLogger(__name__)
 
 VERSION = version("rstar2")
+SHUTTING_DOWN = "the server is shutting down; ask another"
 
 ADMITTED_BYTES = 512 << 20
 """Code and stdin of all admitted calls together."""
@@ -210,7 +211,7 @@ class CallTable:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
             if future.cancelled():
-                raise Refusal("shutting_down", "the server is shutting down; ask another") from None
+                raise Refusal("shutting_down", SHUTTING_DOWN) from None
             self.leave(request)
             raise
 
@@ -218,7 +219,7 @@ class CallTable:
 
     def _check_admission(self, size: int) -> None:
         if self.shutting_down:
-            raise Refusal("shutting_down", "the server is shutting down; ask another")
+            raise Refusal("shutting_down", SHUTTING_DOWN)
         if (
             self.active >= self.config.queue + self.slots
             or self._admitted_bytes + size > ADMITTED_BYTES

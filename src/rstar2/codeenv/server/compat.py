@@ -198,8 +198,8 @@ class Compat:
     async def _run_code(self, body: bytes) -> RunCodeResponse:
         asked = wire.read(body, RunCode)
         _check_python(asked.language, "language")
-        for field in ("files", "fetch_files"):
-            if getattr(asked, field):
+        for field, value in (("files", asked.files), ("fetch_files", asked.fetch_files)):
+            if value:
                 raise Refusal("invalid", f"{field}: files are not supported; leave it out", field)
         memory_mb = asked.memory_limit_MB if asked.memory_limit_MB > 0 else None
         cap = self.table.config.cap

@@ -333,8 +333,8 @@ def _verify_result(
 
 # --------------------------------------------------------------------------- replies to results
 #
-# The outcome follows from what was seen from outside (limits hit, wait status) first. Only a child
-# that ended by itself is asked for its own record.
+# What was observed from outside (limits exceeded, wait status) decides the outcome first. The
+# child's own record counts only if it ended by itself.
 
 
 def clip(text: str, limit: int, already_cut: int = 0) -> tuple[str, int]:

@@ -107,8 +107,8 @@ def _advice(features: Probe) -> tuple[str, ...]:
 def worker_uid(level: str, wanted: int) -> int | None:
     """The unprivileged uid that root gives a worker; None keeps the current one.
 
-    In portable the interpreter must stay readable for that uid, since its files are not bound to
-    other places; where it is not, the worker stays root without capabilities, held by Landlock.
+    In portable the interpreter must be readable for that uid, because its files are not bound to
+    other places. If it is not, the worker stays root without capabilities, confined by Landlock.
     """
     if os.geteuid() != 0:
         return None
@@ -186,7 +186,7 @@ def _enter_trial(runtime: str) -> None:
         cgroups.ControlGroup(1, None, None),
     )
     try:
-        confine.unshare_namespaces(spec)
+        confine.unshare_namespaces()
         pid = os.fork()
         if pid == 0:
             confine.enter(spec)

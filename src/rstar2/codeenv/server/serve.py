@@ -32,11 +32,11 @@ from rstar2.codeenv.server.app import CodeEnvApp
 from rstar2.codeenv.server.calls import CallTable
 from rstar2.codeenv.wire import ServerReady
 from rstar2.config import CodeEnvConfig
+from rstar2.config.check import LOOPBACK
 from rstar2.errors import CodeEnvError, RstarError, UserError
 
 log = logging.getLogger(__name__)
 
-LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 _START = (
     "the code environment cannot start: {error}; it needs a writable directory for temporary "
     "files (TMPDIR) and the right to start processes; see `rstar2 doctor`"

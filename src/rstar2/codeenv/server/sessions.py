@@ -132,7 +132,7 @@ class Sessions:
         lease.info = replace(lease.info, calls=lease.info.calls + 1)
         return reply, body
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ internals
 
     async def _order(
         self, family: SessionFamily, kind: int, session: str, branch: str = ""

@@ -119,7 +119,7 @@ class WorkerLink(asyncio.Protocol):
         lost = WorkerLostError(f"worker {self.name} ended without an answer")
         if not self._hello.done():
             self._hello.set_exception(lost)
-            self._hello.exception()  # retrieved here in case nobody awaits it after a failed spawn
+            self._hello.exception()  # retrieved here: after a failed spawn nothing awaits it
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_exception(lost)
 
@@ -230,7 +230,7 @@ class WorkerPool:
         return zygote is not None and zygote.alive
 
     def flavour_for(self, code: bytes) -> str:
-        """The lightest warm flavour that has what a program mentions; any one executes it."""
+        """The lightest warm flavour with the modules a program mentions; all can execute it."""
         if b"scipy" in code or (b"random" in code and (b"numpy" in code or b"np." in code)):
             flavour = "scipy"
         elif b"sympy" in code or b"mpmath" in code:

@@ -1,4 +1,4 @@
-"""The server's side of a zygote: starts the process, asks it for workers, hears of their ends."""
+"""The server's side of a zygote: starts the process, requests workers, is notified of exits."""
 
 from __future__ import annotations
 

@@ -20,19 +20,22 @@ def answered(answer: str) -> Trajectory:
 
 
 @pytest.mark.slow
-async def test_the_pool_grades_and_survives_an_endless_answer() -> None:
-    async with await CodeEnvClient.start(CodeEnvConfig(isolation="auto", slots=2)) as pool:
+async def test_answers_are_graded_and_an_endless_one_is_survived() -> None:
+    async with await CodeEnvClient.start(CodeEnvConfig(isolation="auto", slots=2)) as client:
         right, wrong = await asyncio.gather(
-            *(grade(answered(text), TRUTH, pool, 60.0) for text in ("\\frac{84}{2}", "\\sqrt{42}"))
+            *(
+                grade(answered(text), TRUTH, client, 60.0)
+                for text in ("\\frac{84}{2}", "\\sqrt{42}")
+            )
         )
         assert right.reward is not None
         assert wrong.reward is not None
         assert (right.reward.value, wrong.reward.value) == (1.0, 0.0)
-        endless = await grade(answered(ENDLESS), TRUTH, pool, 5.0)
+        endless = await grade(answered(ENDLESS), TRUTH, client, 5.0)
         assert endless.reward is None
         assert endless.failure is not None
         assert endless.failure.name.startswith("grader_")
-        again = await grade(answered("6 \\cdot 7"), TRUTH, pool, 60.0)
+        again = await grade(answered("6 \\cdot 7"), TRUTH, client, 60.0)
         assert again.correct
         golds = [TRUTH, Problem("q", "?", "\\pi^2"), Problem("r", "?", "7", "integer")]
-        assert await rejected_golds(golds, pool, 60.0) == []
+        assert await rejected_golds(golds, client, 60.0) == []

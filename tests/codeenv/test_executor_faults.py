@@ -29,7 +29,7 @@ from rstar2.types import Limits, Outcome
 
 pytestmark = pytest.mark.slow
 
-SERVICE = """
+SERVER = """
 import asyncio, os, sys
 from rstar2.codeenv.server.calls import CallTable
 from rstar2.codeenv.server.executor import WorkerExecutor
@@ -232,7 +232,7 @@ def groups_of(pid: int) -> list[Path]:
 @pytest.mark.parametrize("level", levels())
 async def test_killed_service_leaves_no_process_and_no_trace(level: str) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVICE, level], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SERVER, level], stdout=subprocess.PIPE, text=True
     )
     try:
         assert process.stdout is not None

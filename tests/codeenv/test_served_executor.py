@@ -83,10 +83,10 @@ async def test_the_benchmarks_programs_run(run: Any, name: str) -> None:
 
 
 async def test_verify_checks_answers(client: CodeEnvClient) -> None:
-    found = await client.verify(
+    verdict = await client.verify(
         VerifyRequest("v1", "math", {"answer": "1/2", "truth": "0.5"}, deadline_s=60.0)
     )
-    assert (found.value, found.error) == (True, None)
+    assert (verdict.value, verdict.error) == (True, None)
     unknown = await client.verify(VerifyRequest("v2", "no such", {}, deadline_s=60.0))
     assert unknown.error == "unknown_function"
     assert not unknown.infrastructure
