@@ -220,7 +220,7 @@ def test_another_recipe_is_refused_naming_what_changed(tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "recipe.yaml").read_text())["seed"] == 0
 
 
-def test_fresh_starts_anew(tmp_path: Path) -> None:
+def test_fresh_removes_the_earlier_run(tmp_path: Path) -> None:
     with RunDirectory.create_or_resume(tmp_path, recipe()) as run:
         write_stage(run, "stage1", range(1, 3))
     with RunDirectory.create_or_resume(tmp_path, recipe(seed=7), fresh=True) as run:

@@ -10,13 +10,13 @@ import pytest
 
 from rstar2.agent.detokenizer import Detokenizer
 from rstar2.cli import main
+from rstar2.entropy.classes import recorded_entropies
 from rstar2.entropy.sources import (
     LabelledRollouts,
     classed,
     course,
     evaluations,
     exact_entropies,
-    recorded,
 )
 from rstar2.errors import UserError
 from rstar2.types import StopReason, Trajectory, Turn
@@ -29,7 +29,7 @@ def test_what_the_engine_recorded_is_what_the_learner_computes(finished: Path) -
     for sample in samples:
         exact = exact_entropies(finished / "exports" / sample.label)(sample.trajectories)
         for trajectory, values in zip(sample.trajectories, exact, strict=True):
-            known = recorded(trajectory)
+            known = recorded_entropies(trajectory)
             assert known is not None
             for mine, theirs in zip(values, known, strict=True):
                 assert mine == pytest.approx(theirs, abs=1e-4)
@@ -85,7 +85,7 @@ def test_a_model_answers_problems_first(
 
 
 @pytest.mark.slow
-def test_a_model_without_problems_is_told_what_is_missing(finished: Path) -> None:
+def test_a_model_without_problems_is_refused(finished: Path) -> None:
     with pytest.raises(SystemExit) as end:
         main(["entropy", str(finished / "exports" / "sft")])
     assert end.value.code == 2

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rstar2.evaluate.metrics import average_at_k, bootstrap, pass_at_k, summarise, wilson
+from rstar2.evaluate.metrics import at_least_one, average_at_k, bootstrap, summarise, wilson
 from rstar2.types import (
     Group,
     Outcome,
@@ -64,11 +64,10 @@ def test_average_at_k_weighs_problems_equally() -> None:
 
 
 def test_pass_at_k_is_unbiased() -> None:
-    one_of_four = group("a", rollout(1.0), *[rollout(0.0)] * 3)
-    assert pass_at_k([one_of_four], 1).mean == pytest.approx(0.25)
-    assert pass_at_k([one_of_four], 2).mean == pytest.approx(0.5)
-    assert pass_at_k([one_of_four], 4).mean == 1.0
-    assert pass_at_k([one_of_four], 5).count == 0
+    one_of_four = {"count": 4, "correct": 1}
+    assert at_least_one(**one_of_four, k=1) == pytest.approx(0.25)
+    assert at_least_one(**one_of_four, k=2) == pytest.approx(0.5)
+    assert at_least_one(**one_of_four, k=4) == 1.0
 
 
 def test_summary_counts_calls_by_typed_outcome() -> None:

@@ -35,7 +35,7 @@ LIMITS = RolloutSpec(SamplingConfig(), 128, 3)
 
 
 class Scripted:
-    """Answers at once; loses what it is told to lose."""
+    """Answers at once; loses the rollouts that a test names."""
 
     def __init__(self, *lost: tuple[str, int]) -> None:
         self.asked: Counter[tuple[str, int]] = Counter()

@@ -19,10 +19,10 @@ from rstar2.pipeline.progress import (
     ProgressView,
     QuietView,
     StageKind,
-    clock_text,
     make_view,
     sparkline,
 )
+from rstar2.report.table import clock
 from rstar2.types import Estimate, Evaluation
 
 METRICS: Mapping[str, Any] = {
@@ -166,4 +166,4 @@ def test_sparklines_show_the_whole_past() -> None:
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (65, "1:05"), (3725, "1:02:05")])
 def test_clock(seconds: float, text: str) -> None:
-    assert clock_text(seconds) == text
+    assert clock(seconds) == text

@@ -54,7 +54,7 @@ def test_any_finite_values_make_a_chart(ys: list[float], log: bool) -> None:
 
 
 def test_a_band_goes_around_its_line() -> None:
-    series = svg.Series("a", [0, 1], [0.5, 0.5], low=[0.4, 0.4], high=[0.6, 0.6], dashed=True)
+    series = svg.Series("a", [0, 1], [0.5, 0.5], low=[0.4, 0.4], high=[0.6, 0.6])
     chart = parse(svg.line_chart([series], title="t", y_range=(0, 1)))
     (band,) = chart.iter("polygon")
     heights = [float(point.split(",")[1]) for point in band.attrib["points"].split()]

@@ -126,7 +126,7 @@ async def test_the_timeline_can_be_had_as_files(run: ViewedRun) -> None:
     assert "engine-0" in picture.text
 
 
-async def test_runs_of_equal_names_are_told_apart(tmp_path: Path) -> None:
+async def test_runs_of_equal_names_get_different_names(tmp_path: Path) -> None:
     paths = [write_plain(tmp_path / where / "same", steps=1) for where in ("a", "b")]
     assert list(open_runs(paths)) == ["same", "same-2"]
 

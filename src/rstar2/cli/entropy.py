@@ -107,7 +107,8 @@ class EntropyTarget:
 
     def recorded(self, exact: bool) -> list[Analysis]:
         """The recorded rollouts on held-out problems, after SFT and each stage."""
-        from rstar2.entropy.sources import evaluations, exact_entropies, recorded
+        from rstar2.entropy.classes import recorded_entropies
+        from rstar2.entropy.sources import evaluations, exact_entropies
 
         if not self.is_run:
             raise UserError(
@@ -115,7 +116,7 @@ class EntropyTarget:
             )
         analyses = []
         for sample in evaluations(self.target, self.count, self.seed):
-            known = all(recorded(t) is not None for t in sample.trajectories)
+            known = all(recorded_entropies(t) is not None for t in sample.trajectories)
             weights = self.target / "exports" / sample.label
             again = exact or not known
             if again and not weights.is_dir():
@@ -130,19 +131,21 @@ class EntropyTarget:
 
     def course(self, points: int) -> list[Point]:
         """Rollouts of RL steps whose entropies are recorded."""
-        from rstar2.entropy.sources import classed, course, recorded
+        from rstar2.entropy.classes import recorded_entropies
+        from rstar2.entropy.sources import classed, course
         from rstar2.entropy.table import Point, analyse
 
         return [
             Point(stage, step, analyse(sample.label, classed(sample, self._pieces(), None)))
             for stage, step, sample in course(self.target, self.count, points, self.seed)
-            if all(recorded(t) is not None for t in sample.trajectories)
+            if all(recorded_entropies(t) is not None for t in sample.trajectories)
         ]
 
     def sampled(self, problems: str, max_length: int, max_turns: int) -> list[Analysis]:
         """Rollouts of a model, sampled now by the agent loop, fleet and grader of training."""
         from rstar2.cli.chat import longest, model_directory
-        from rstar2.entropy.sources import LabelledRollouts, exact_entropies, recorded
+        from rstar2.entropy.classes import recorded_entropies
+        from rstar2.entropy.sources import LabelledRollouts, exact_entropies
 
         directory = model_directory(self.target)
         length = longest(directory, max_length)
@@ -154,7 +157,7 @@ class EntropyTarget:
             raise UserError(f"{directory}: every rollout was lost to infrastructure failures")
         trajectories, prompts = zip(*kept, strict=True)
         sample = LabelledRollouts(directory.name, trajectories, prompts)
-        known = all(recorded(t) is not None for t in sample.trajectories)
+        known = all(recorded_entropies(t) is not None for t in sample.trajectories)
         return [self._analyse(sample, None if known else exact_entropies(directory), directory)]
 
     def _analyse(

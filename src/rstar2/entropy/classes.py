@@ -25,6 +25,9 @@ WINDOW = 48
 """Tokens of free text after a tool response that count as reflection on it."""
 TOP_SHARE = 0.2
 
+TokenEntropies = list[list[float]]
+"""The entropy of each sampled token, by turn."""
+
 REASONING, AFTER_OK, AFTER_ERROR = "reasoning", "after_ok", "after_error"
 CODE, ANSWER, FORMAT = "code", "answer", "format"
 CLASSES = (REASONING, AFTER_OK, AFTER_ERROR, CODE, ANSWER, FORMAT)
@@ -65,6 +68,13 @@ def failures_before(trajectory: Trajectory) -> list[bool | None]:
         outcomes = [result.outcome for result in turn.results]
         before.append(any(o.failed for o in outcomes) if outcomes else None)
     return before[: len(trajectory.turns)]
+
+
+def recorded_entropies(trajectory: Trajectory) -> TokenEntropies | None:
+    """The entropies that the engine reported; None unless it did for all turns."""
+    if any(turn.entropies is None for turn in trajectory.turns):
+        return None
+    return [list(turn.entropies or ()) for turn in trajectory.turns]
 
 
 def tokens_of(

@@ -5,24 +5,39 @@ all text of a run (autoescape).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
-import jinja2
 from markupsafe import Markup
 
 from rstar2.entropy.classes import CLASSES, Token
 from rstar2.entropy.table import Analysis, ClassRow, Point
 from rstar2.files import write_file
 from rstar2.report import svg
+from rstar2.report.page import asset, page_template
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 LEVELS = 12
 """Levels of the heat scale: CSS classes, instead of a style per token, keep pages small."""
 NAMES = {"after_ok": "after ok", "after_error": "after error"}
 SHOWN_GRAMS = 6
+FIGURES: tuple[tuple[str, str, Callable[[ClassRow], float | None], Callable[[float], str]], ...] = (
+    ("Entropy by class", "Nats per token.", lambda row: row.entropy, svg.number),
+    (
+        "High-entropy tokens by class",
+        "Share of the top 20% in each class.",
+        lambda row: row.top_share,
+        svg.percent,
+    ),
+    (
+        "Sampled tokens by class",
+        "Share of all sampled tokens.",
+        lambda row: row.share,
+        svg.percent,
+    ),
+)
+"""Title, note, figure of a class and number format of each chart over training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +68,10 @@ def write_page(
     path: Path, analyses: Sequence[Analysis], course: Sequence[Point], heats: Sequence[HeatMap]
 ) -> None:
     """Write the page atomically."""
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"share": share, "interval": interval, "words": class_name}
-    template = environment.from_string(_asset("rstar2.entropy", "page.html.jinja"))
+    template = page_template("rstar2.entropy", share=share, interval=interval, words=class_name)
     text = template.render(
         policy=POLICY,
-        css=Markup(_asset("rstar2.report", "page.css") + _asset("rstar2.entropy", "heat.css")),
+        css=Markup(asset("rstar2.report", "page.css") + asset("rstar2.entropy", "heat.css")),
         analyses=analyses,
         classes=CLASSES,
         figures=list(figures(course)),
@@ -92,23 +103,13 @@ def figures(course: Sequence[Point]) -> list[tuple[str, str, Markup, tuple[tuple
         offset += steps[-1]
     legend = tuple((class_name(kind), index) for index, kind in enumerate(CLASSES))
     charts = []
-    for title, note, field, form in (
-        ("Entropy by class", "Nats per token.", "entropy", svg.number),
-        (
-            "High-entropy tokens by class",
-            "Share of the top 20% in each class.",
-            "top_share",
-            svg.percent,
-        ),
-        ("Sampled tokens by class", "Share of all sampled tokens.", "share", svg.percent),
-    ):
+    for title, note, figure, form in FIGURES:
         series = [
             svg.Series(
-                class_name(kind), xs,
-                [getattr(point.analysis.row(kind), field) for point in course], index,
+                class_name(kind), xs, [figure(point.analysis.row(kind)) for point in course], index
             )
             for index, kind in enumerate(CLASSES)
-        ]  # fmt: skip
+        ]
         chart = svg.line_chart(series, title=title, spans=spans, y_format=form, x_name="RL step")
         charts.append((title, note, chart, legend))
     return charts
@@ -199,7 +200,3 @@ def interval(row: ClassRow) -> str:
 def quoted(text: str) -> str:
     """An n-gram on one line, without characters that have a meaning in Markdown."""
     return text.replace("\n", "⏎").replace("|", "¦").replace("`", "'")
-
-
-def _asset(package: str, name: str) -> str:
-    return resources.files(package).joinpath(name).read_text(encoding="utf-8")

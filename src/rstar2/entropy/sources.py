@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from rstar2.entropy.classes import Token, tokens_of
+from rstar2.entropy.classes import Token, TokenEntropies, recorded_entropies, tokens_of
 from rstar2.errors import UserError
 from rstar2.learner.model import load_policy
 from rstar2.learner.pack import input_length, make_pack, make_row, plan
 from rstar2.record import evaluation_stage, read_evaluations, read_groups, read_recipe
 from rstar2.record.files import StepHead
-from rstar2.record.read import read_lines
+from rstar2.record.read import read_lines, rl_stage_names
 from rstar2.types import Trajectory
 
 COUNT = 64
@@ -25,8 +25,6 @@ COUNT = 64
 TOKENS_PER_PACK = 8192
 
 Pieces = Callable[[Sequence[int]], list[str]]
-TokenEntropies = list[list[float]]
-"""The entropy of each sampled token, by turn."""
 ExactEntropies = Callable[[Sequence[Trajectory]], list[TokenEntropies]]
 """Computes the entropies of trajectories."""
 
@@ -42,8 +40,7 @@ class LabelledRollouts:
 
 def stages_of(run: Path) -> list[str]:
     """`sft` and the RL stages of a run's recipe."""
-    rl = read_recipe(run).get("rl") or {}
-    return ["sft", *(str(stage["name"]) for stage in rl.get("stages") or [])]
+    return ["sft", *rl_stage_names(read_recipe(run))]
 
 
 def evaluations(run: Path, count: int, seed: int = 0) -> list[LabelledRollouts]:
@@ -100,13 +97,6 @@ def _draw(
 # --------------------------------------------------------------------------- entropies
 
 
-def recorded(trajectory: Trajectory) -> TokenEntropies | None:
-    """The entropies that the engine reported; None unless it did for all turns."""
-    if any(turn.entropies is None for turn in trajectory.turns):
-        return None
-    return [list(turn.entropies or ()) for turn in trajectory.turns]
-
-
 def classed(
     sample: LabelledRollouts, pieces: Pieces, exact: ExactEntropies | None
 ) -> list[list[Token]]:
@@ -116,7 +106,7 @@ def classed(
     else:
         values = []
         for trajectory in sample.trajectories:
-            entropies = recorded(trajectory)
+            entropies = recorded_entropies(trajectory)
             if entropies is None:
                 raise UserError(
                     f"{trajectory.id}: its engine reported no entropies; use --exact to compute "
@@ -129,22 +119,20 @@ def classed(
     ]
 
 
-def exact_entropies(
-    model_dir: Path, device: str = "cpu", budget: int = TOKENS_PER_PACK
-) -> ExactEntropies:
+def exact_entropies(model_dir: Path) -> ExactEntropies:
     """A function that computes entropies from token ids with the learner's model code.
 
     They are exact: over the whole vocabulary, at temperature 1.
     """
-    policy = load_policy(model_dir, device)
+    policy = load_policy(model_dir, "cpu")
     policy.eval()
 
     @torch.inference_mode()
     def compute(trajectories: Sequence[Trajectory]) -> list[TokenEntropies]:
         rows = [(t.token_ids, t.mask) for t in trajectories]
         by_row: dict[int, list[float]] = {}
-        for (bins,) in plan([input_length(mask) for _, mask in rows], budget):
-            pack = make_pack([make_row(i, *rows[i]) for i in bins], device)
+        for (bins,) in plan([input_length(mask) for _, mask in rows], TOKENS_PER_PACK):
+            pack = make_pack([make_row(i, *rows[i]) for i in bins])
             _, entropy_T = policy(pack)
             parts = entropy_T.split([len(row.predict) for row in pack.rows])
             by_row |= {row.index: part.tolist() for row, part in zip(pack.rows, parts, strict=True)}

@@ -33,7 +33,7 @@ def wilson(successes: float, count: int) -> Estimate:
     return Estimate(share, max(0.0, centre - half), min(1.0, centre + half), count)
 
 
-def bootstrap(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> Estimate:
+def bootstrap(values: Sequence[float]) -> Estimate:
     """A mean with its 95% percentile bootstrap interval over the values."""
     count = len(values)
     if count == 0:
@@ -41,9 +41,9 @@ def bootstrap(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMP
     mean = math.fsum(values) / count
     if len(set(values)) == 1:
         return Estimate(mean, mean, mean, count)
-    rng = random.Random(seed)
-    means = sorted(math.fsum(rng.choices(values, k=count)) / count for _ in range(resamples))
-    tail = int(0.025 * resamples)
+    rng = random.Random(0)
+    means = sorted(math.fsum(rng.choices(values, k=count)) / count for _ in range(RESAMPLES))
+    tail = int(0.025 * RESAMPLES)
     return Estimate(mean, means[tail], means[-tail - 1], count)
 
 
@@ -58,12 +58,6 @@ def shares(values: Sequence[float]) -> Estimate:
     if whole or len(set(values)) == 1:  # a bootstrap of equal values has no width
         return wilson(math.fsum(values), len(values))
     return bootstrap(values)
-
-
-def pass_at_k(groups: Iterable[Group], k: int) -> Estimate:
-    """Mean over problems of the unbiased estimate that one of k answers is correct."""
-    counts = [(len(group.rewards), sum(r > 0.5 for r in group.rewards)) for group in groups]
-    return shares([at_least_one(n, c, k) for n, c in counts if n >= k])
 
 
 def at_least_one(count: int, correct: int, k: int) -> float:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import msgspec
 import yaml
 from markupsafe import Markup
@@ -19,7 +17,7 @@ from rstar2.evaluate.store import EvalResults, read_answers, read_problems, read
 from rstar2.files import write_file
 from rstar2.record import read_environment
 from rstar2.report import svg
-from rstar2.report.page import FORBID, Figure
+from rstar2.report.page import FORBID, Figure, asset, page_template
 from rstar2.report.segments import Segment, segments
 from rstar2.report.summary import duration
 from rstar2.report.table import share
@@ -58,15 +56,11 @@ def render(
     results: EvalResults, environment: dict[str, Any], shown: dict[str, list[ShownAnswer]]
 ) -> str:
     """Render the page as HTML."""
-    jinja = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    jinja.filters |= {"percent": svg.percent, "share": share, "duration": duration}
-    template = jinja.from_string(_asset("rstar2.evaluate", "page.html.jinja"))
+    template = page_template("rstar2.evaluate", percent=svg.percent, share=share, duration=duration)
     return template.render(
         policy=FORBID,
-        css=Markup(_asset("rstar2.report", "page.css")),
-        js=Markup(_asset("rstar2.report", "page.js")),
+        css=Markup(asset("rstar2.report", "page.css")),
+        js=Markup(asset("rstar2.report", "page.js")),
         results=results,
         scores=list(results.scores.values()),
         figures=[f for f in figures(list(results.scores.values())) if f.chart],
@@ -75,10 +69,6 @@ def render(
         environment=environment,
         settings=yaml.safe_dump(msgspec.to_builtins(results.settings), sort_keys=False),
     )
-
-
-def _asset(package: str, name: str) -> str:
-    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 def figures(scores: Sequence[BenchmarkScore]) -> Iterator[Figure]:

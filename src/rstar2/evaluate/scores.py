@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rstar2.evaluate.metrics import at_least_one, bootstrap, mean, ratio, shares
@@ -183,7 +183,7 @@ def score(
         calls=calls / len(scored) if scored else 0.0,
         tool_errors=failing(outcomes),
         failing_calls_in_correct=failing(_sum(one.outcomes for one in scored if one.correct)),
-        valid_calls=ratio(calls - _count(outcomes, "malformed"), calls),
+        valid_calls=ratio(calls - _count(outcomes, lambda outcome: outcome.malformed), calls),
         truncated=mean(one.stop is StopReason.MAX_LENGTH for one in scored),
         stops=dict(Counter(one.stop.value for one in scored).most_common()),
         outcomes=dict(outcomes.most_common()),
@@ -224,8 +224,8 @@ def _sum(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
 def failing(outcomes: Mapping[str, int]) -> float | None:
     """Failed calls / calls."""
     calls = sum(n for name, n in outcomes.items() if name != Outcome.INFRASTRUCTURE)
-    return ratio(_count(outcomes, "failed"), calls)
+    return ratio(_count(outcomes, lambda outcome: outcome.failed), calls)
 
 
-def _count(outcomes: Mapping[str, int], trait: str) -> int:
-    return sum(n for name, n in outcomes.items() if getattr(Outcome(name), trait))
+def _count(outcomes: Mapping[str, int], counts: Callable[[Outcome], bool]) -> int:
+    return sum(n for name, n in outcomes.items() if counts(Outcome(name)))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
-from rich import box
 from rich.console import Console, Group
 from rich.progress import (
     BarColumn,
@@ -22,7 +20,7 @@ from rich.text import Text
 from rstar2.evaluate.compare import Paired
 from rstar2.evaluate.scores import BenchmarkScore, GradedAnswer
 from rstar2.evaluate.store import EvalResults
-from rstar2.report.table import accuracy, clock, share
+from rstar2.report.table import accuracy, clock, plain_table, share
 
 LINES = 10
 """Progress lines printed if stderr is not a terminal."""
@@ -64,12 +62,7 @@ class AnswerProgress:
             self._console.print(f"{self._done} of {self._total} answers are already recorded")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._bar.stop()
 
 
@@ -77,13 +70,9 @@ def score_table(results: EvalResults) -> Group:
     """One row per benchmark, then stop reasons and tool-call outcomes."""
     settings = results.settings
     k = settings.samples
-    table = Table(
-        title=f"{settings.model}: {k} answer{'s' if k > 1 else ''} per problem, temperature "
-        f"{settings.temperature:g}, {settings.max_length} tokens, {settings.max_turns} turns",
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        title_style="bold",
-        padding=(0, 1, 0, 0),
+    table = plain_table(
+        f"{settings.model}: {k} answer{'s' if k > 1 else ''} per problem, temperature "
+        f"{settings.temperature:g}, {settings.max_length} tokens, {settings.max_turns} turns"
     )
     table.add_column("set", no_wrap=True)
     names = ["problems", f"avg@{k}", *([f"maj@{k}", f"pass@{k}"] if k > 1 else [])]
@@ -131,13 +120,7 @@ def _counts(name: str, counts: Mapping[str, int]) -> str:
 
 def compare_table(first: EvalResults, second: EvalResults, rows: Sequence[Paired]) -> Table:
     """B compared with A, one row per benchmark."""
-    table = Table(
-        title=f"A: {first.settings.model}   B: {second.settings.model}",
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        title_style="bold",
-        padding=(0, 1, 0, 0),
-    )
+    table = plain_table(f"A: {first.settings.model}   B: {second.settings.model}")
     table.add_column("set", no_wrap=True)
     for name in ("problems", "A", "B", "B - A", "p", "better", "worse", "tokens"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -5,7 +5,7 @@
       environment.json       versions, machine, command
       problems/<set>.jsonl   the problems as they were read
       answers/<set>.jsonl    one line per graded answer, append-only, in the order they ended
-      results.json           the figures (types: evaluate.scores.Score)
+      results.json           the figures (types: evaluate.scores.BenchmarkScore)
       report.html
       .lock                  held by the process that writes here
 
@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -147,12 +146,7 @@ class EvalDirectory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 

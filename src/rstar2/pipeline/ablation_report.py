@@ -16,7 +16,7 @@ SHARES = frozenset(FIGURES) - {"length, last quarter", "rollouts drawn", "rollou
 
 STYLE = """
 text{font:11px system-ui,sans-serif;fill:#374151}.grid{stroke:#e5e7eb}.axis{stroke:#9ca3af}
-.line{fill:none;stroke-width:1.8}.faint{opacity:.25;stroke-width:1}.dashed{stroke-dasharray:4 3}
+.line{fill:none;stroke-width:1.8}.faint{opacity:.25;stroke-width:1}
 .band{opacity:.12;stroke:none}.cursor{display:none}.title{font-weight:600;font-size:13px}
 """
 
@@ -93,7 +93,7 @@ def plot(runs: Sequence[AblationRun]) -> str:
 def _curves(
     runs: Sequence[AblationRun], of: Callable[[AblationRun], Sequence[float | None]]
 ) -> list[Series]:
-    """Mean over seeds per step, smoothed, with the band of the interval over seeds."""
+    """Mean over seeds per step, smoothed."""
     out = []
     for index, variant in enumerate(dict.fromkeys(r.variant for r in runs)):
         mine = [of(r) for r in runs if r.variant == variant]

@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rstar2.config import Recipe
+from rstar2.report.table import accuracy_colour, bar, clock
 from rstar2.types import Evaluation
 
 Clock = Callable[[], float]
@@ -114,13 +115,6 @@ def percent(value: Any) -> str:
     return "–" if value is None else f"{100 * value:.1f}%"
 
 
-def clock_text(seconds: float) -> str:
-    """Seconds as m:ss or h:mm:ss."""
-    minutes, rest = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
 def sparkline(values: Iterable[float], low: float | None = None, high: float | None = None) -> str:
     """The values as a row of small bars between low and high.
 
@@ -138,12 +132,6 @@ def sparkline(values: Iterable[float], low: float | None = None, high: float | N
     width = (top - bottom) or 1.0
     last = len(BLOCKS) - 1
     return "".join(BLOCKS[max(0, min(last, round((v - bottom) / width * last)))] for v in points)
-
-
-def bar(share: float, width: int, style: str = "cyan") -> Text:
-    """A bar filled to `share`."""
-    full = round(max(0.0, min(1.0, share)) * width)
-    return Text().append("━" * full, style).append("─" * (width - full), "bright_black")
 
 
 def evaluation_line(evaluation: Evaluation) -> str:
@@ -282,7 +270,7 @@ class LiveView:
                 text.append(f" ● {name} ", style="bold cyan")
             else:
                 text.append(f" ○ {name} ", style="dim")
-        return text.append(f"  {clock_text(self._clock() - self._started)}", style="dim")
+        return text.append(f"  {clock(self._clock() - self._started)}", style="dim")
 
     def _bar(self, width: int) -> Text:
         now = self._now
@@ -292,9 +280,9 @@ class LiveView:
             return text.append(f"  {done}/{total or now.total} {unit or 'problems'}")
         text.append(f"  {now.done}/{now.total}")
         if (eta := now.eta_s()) is not None:
-            text.append(f"  {clock_text(eta)} left", style="cyan")
+            text.append(f"  {clock(eta)} left", style="cyan")
             if later := self._later_s():
-                text.append(f", {clock_text(eta + later)} in all", style="dim cyan")
+                text.append(f", {clock(eta + later)} in all", style="dim cyan")
         if total:
             text.append(f"  {unit} {done}/{total}", style="dim")
         return text
@@ -373,9 +361,9 @@ class LiveView:
         table = Table.grid(padding=(0, 1))
         cells: list[Text] = []
         for kind, value in kinds.items():
-            colour = "green" if value >= 0.85 else "yellow" if value >= 0.5 else "red"
             cell = Text().append(f"  {kind[:10]:<10} ", style="dim")
-            cells.append(cell.append_text(bar(value, 6, colour)).append(f" {100 * value:3.0f}%"))
+            cell.append_text(bar(value, 6, accuracy_colour(value)))
+            cells.append(cell.append(f" {100 * value:3.0f}%"))
         for start in range(0, len(cells), columns):
             table.add_row(*cells[start : start + columns])
         yield table
@@ -427,7 +415,7 @@ class PlainView:
     def _line(self) -> str:
         now, v = self._now, self._now.values
         head = f"{now.name} {now.done}/{now.total}"
-        left = f", {clock_text(eta)} left" if (eta := now.eta_s()) else ""
+        left = f", {clock(eta)} left" if (eta := now.eta_s()) else ""
         if now.kind is StageKind.SFT:
             return f"{head}: loss {v.get('loss') or 0.0:.3f}{left}"
         return (
@@ -441,5 +429,5 @@ class PlainView:
 
     def _say(self, line: str) -> None:
         self._printed = self._clock()
-        self._stream.write(f"[{clock_text(self._printed - self._started)}] {line}\n")
+        self._stream.write(f"[{clock(self._printed - self._started)}] {line}\n")
         self._stream.flush()

@@ -23,7 +23,6 @@ class StepHead(msgspec.Struct, frozen=True):
 
     stage: str
     step: int
-    mode: str = ""
 
 
 class JsonLines:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -72,6 +72,11 @@ def read_recipe(run: Path) -> dict[str, Any]:
     if not isinstance(recipe, dict):
         raise UserError(f"{run / 'recipe.yaml'} does not hold a recipe")
     return recipe
+
+
+def rl_stage_names(recipe: Mapping[str, Any]) -> list[str]:
+    """The RL stages of a recipe that `read_recipe` returned, in order."""
+    return [str(stage.get("name")) for stage in (recipe.get("rl") or {}).get("stages") or []]
 
 
 def read_environment(run: Path) -> dict[str, Any]:

@@ -59,15 +59,11 @@ def write_report(run: Path) -> Path:
 
 def render(summary: Summary) -> str:
     """The page as text."""
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"percent": svg.percent, "share": share, "duration": duration}
-    template = environment.from_string(_asset("page.html.jinja"))
+    template = page_template("rstar2.report", percent=svg.percent, share=share, duration=duration)
     return template.render(
         policy=FORBID,
-        css=Markup(_asset("page.css")),
-        js=Markup(_asset("page.js")),
+        css=Markup(asset("rstar2.report", "page.css")),
+        js=Markup(asset("rstar2.report", "page.js")),
         s=summary,
         headlines=list(headlines(summary)),
         rows=list(_rows(summary)),
@@ -82,8 +78,18 @@ def render(summary: Summary) -> str:
     )
 
 
-def _asset(name: str) -> str:
-    return resources.files("rstar2.report").joinpath(name).read_text(encoding="utf-8")
+def page_template(package: str, **filters: Callable[..., str]) -> jinja2.Template:
+    """The page.html.jinja of a package: text is escaped, and an undefined name is an error."""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= filters
+    return environment.from_string(asset(package, "page.html.jinja"))
+
+
+def asset(package: str, name: str) -> str:
+    """The text of a file that a package contains."""
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 # --------------------------------------------------------------------------- numbers

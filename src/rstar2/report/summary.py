@@ -15,6 +15,7 @@ from rstar2.record import (
     read_metrics,
     read_recipe,
 )
+from rstar2.record.read import rl_stage_names
 from rstar2.types import Evaluation
 
 
@@ -87,7 +88,7 @@ def summarise(run: Path) -> Summary:
     """Read a run directory, finished or not."""
     recipe = read_recipe(run)
     metrics = read_metrics(run)
-    names = [stage["name"] for stage in recipe.get("rl", {}).get("stages", [])]
+    names = rl_stage_names(recipe)
     curves, offset = [], 0
     for name in names:
         curve = StageCurve(name, tuple(m for m in metrics if m["stage"] == name), offset)

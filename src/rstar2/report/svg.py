@@ -33,7 +33,6 @@ class Series:
     high: Sequence[Number] | None = None
     smooth: int = 0
     """Draw a running mean over this many points, with the raw line faint behind it."""
-    dashed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,8 +301,7 @@ def _series(s: Series, sx: Scale, sy: Callable[[float], float]) -> Markup:
         parts.append(_path(s.x, s.y, sx, sy, f"line faint s{s.colour}"))
         parts.append(_path(s.x, running_mean(s.y, s.smooth), sx, sy, f"line s{s.colour}"))
     else:
-        dash = " dashed" if s.dashed else ""
-        parts.append(_path(s.x, s.y, sx, sy, f"line s{s.colour}{dash}"))
+        parts.append(_path(s.x, s.y, sx, sy, f"line s{s.colour}"))
     return Markup("").join(parts)
 
 

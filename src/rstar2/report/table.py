@@ -26,7 +26,7 @@ def end_table(run: Path) -> Group:
 def stage_table(summary: Summary) -> Table:
     """One row per stage."""
     title = f"{summary.recipe.get('name')}, seed {summary.recipe.get('seed')}"
-    table = _table(title)
+    table = plain_table(title)
     table.add_column("after", no_wrap=True)
     for name in ("steps", *summary.modes):
         table.add_column(name, justify="right", no_wrap=True)
@@ -53,18 +53,19 @@ def stage_table(summary: Summary) -> Table:
 def kind_table(summary: Summary) -> Table:
     """Accuracy per kind of problem, one column per stage."""
     mode = summary.modes[0]
-    table = _table(f"{mode} accuracy by kind")
+    table = plain_table(f"{mode} accuracy by kind")
     table.add_column("kind", no_wrap=True)
     stages = [s for s in summary.evaluated if (s, mode) in summary.evaluations]
     for stage in stages:
         table.add_column(stage, justify="right", no_wrap=True)
     for kind in summary.kinds:
         cells = [summary.evaluations[stage, mode].kinds.get(kind) for stage in stages]
-        table.add_row(kind, *(Text("-") if c is None else bar(c.mean) for c in cells))
+        table.add_row(kind, *(Text("-") if c is None else accuracy_bar(c.mean) for c in cells))
     return table
 
 
-def _table(title: str) -> Table:
+def plain_table(title: str) -> Table:
+    """An empty table with a title and a rule below its head."""
     return Table(
         title=title,
         box=box.SIMPLE_HEAD,
@@ -76,7 +77,7 @@ def _table(title: str) -> Table:
 
 def clock(seconds: float) -> str:
     """Seconds as m:ss or h:mm:ss."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
@@ -97,9 +98,18 @@ def share(value: float | None) -> str:
     return "-" if value is None else percent(value)
 
 
-def bar(value: float, width: int = 6) -> Text:
+def bar(share: float, width: int, style: str = "cyan") -> Text:
+    """A bar filled to `share`."""
+    full = round(max(0.0, min(1.0, share)) * width)
+    return Text().append("━" * full, style).append("─" * (width - full), "bright_black")
+
+
+def accuracy_colour(value: float) -> str:
+    """Green, yellow or red."""
+    return "green" if value >= 0.85 else "yellow" if value >= 0.5 else "red"
+
+
+def accuracy_bar(value: float) -> Text:
     """A percentage after a small bar."""
-    full = round(value * width)
-    colour = "green" if value >= 0.85 else "yellow" if value >= 0.5 else "red"
-    text = Text("━" * full, style=colour).append("─" * (width - full), style="bright_black")
+    text = bar(value, 6, accuracy_colour(value))
     return text.append(f" {percent(value):>6}", style="default")

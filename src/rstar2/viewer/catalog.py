@@ -6,7 +6,7 @@ and viewers of the same run do not share state. Loading 100,000 rollouts takes a
 time, 0.9 times what NumPy columns took; without an index 2.2 s, 0.85 times (benchmarks/viewer.py).
 
 A StageReader fills the tables from index/<stage>.jsonl, and from the recorded lines where the index
-is missing, has gaps or does not match. It does so in slices, so that requests are served meanwhile.
+is missing, has gaps or does not match. It reads in slices, and requests are served between them.
 Bytes `[0, covered)` of trajectories/<stage>.jsonl are in the tables.
 
 A group is identified by `stage` (the position of its stage in the run) and `at` (its byte offset),
@@ -193,11 +193,6 @@ class StageReader:
     def whole(self) -> int:
         """Bytes of the file's complete lines, as far as is known."""
         return self._lines.size - self._incomplete
-
-    @property
-    def progress(self) -> float:
-        """Share of the file that is in the tables."""
-        return self.covered / self.whole if self.whole > 0 else 1.0
 
     def _read_index(self) -> int | None:
         """Read entries that continue where the tables end; returns where the next one begins.

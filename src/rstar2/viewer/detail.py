@@ -2,7 +2,7 @@
 rollout, its tokens.
 
 Texts longer than LONGEST characters are cut here and the number of removed characters is sent, so
-that a page opens whatever a rollout printed.
+that a page opens even if a rollout printed megabytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rstar2.entropy.classes import classify, failures_before, top_tokens
+from rstar2.entropy.classes import classify, failures_before, recorded_entropies, top_tokens
 from rstar2.grpo.roc import penalties
 from rstar2.record import GroupLine
 from rstar2.record.index import GroupEntry
@@ -357,7 +357,8 @@ def tokens(run: ViewedRun, trajectory_id: str) -> dict[str, Any]:
         pieces += [*text, *response]
         source += "s" * len(text) + "t" * len(response)
     learner = run.token_values(run.catalog.stage_of(ref), ref.step).get(trajectory_id)
-    entropies = _entropies(trajectory)
+    by_turn = recorded_entropies(trajectory)
+    entropies = None if by_turn is None else [e for turn in by_turn for e in turn]
     kinds = [k for part in classify(texts, failures_before(trajectory)) for k in part]
     return {
         "id": trajectory_id,
@@ -374,13 +375,6 @@ def tokens(run: ViewedRun, trajectory_id: str) -> dict[str, Any]:
         "current": list(learner.current) if learner else None,
         "decoded": run.pieces.path is not None,
     }
-
-
-def _entropies(trajectory: Trajectory) -> list[float] | None:
-    """The entropy of every sampled token; None unless the engine reported it for all turns."""
-    if any(turn.entropies is None for turn in trajectory.turns):
-        return None
-    return [e for turn in trajectory.turns for e in turn.entropies or ()]
 
 
 def _cut(text: str, longest: int = LONGEST) -> str:

@@ -18,7 +18,7 @@ import msgspec
 from rstar2.agent.detokenizer import Detokenizer, find_tokenizer
 from rstar2.errors import UserError
 from rstar2.record import SCHEMA, read_environment, read_recipe
-from rstar2.record.read import FileTail, FollowedRecords, GroupLine, read_at
+from rstar2.record.read import FileTail, FollowedRecords, GroupLine, read_at, rl_stage_names
 from rstar2.types import TokenValues
 from rstar2.viewer.catalog import Catalog, GroupRef
 
@@ -138,7 +138,7 @@ class ViewedRun:
     @property
     def stage_names(self) -> list[str]:
         """The RL stages of the recipe, in order."""
-        return [str(s.get("name")) for s in (self.recipe.get("rl") or {}).get("stages") or []]
+        return rl_stage_names(self.recipe)
 
     # ----------------------------------------------------------------- groups
 

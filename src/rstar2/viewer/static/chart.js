@@ -35,7 +35,7 @@ function path(xs, ys, px, py) {
 }
 
 /**
- * A figure with a chart. `series`: [{name, colour, x, y, smooth?, dashed?}].
+ * A figure with a chart. `series`: [{name, colour, x, y, smooth?}].
  * Options: title, note, format, range [low, high] (a least range of y), spans [{name, start, end}],
  * stacked, log, xName, onpick(x), points (mark every value).
  */
@@ -92,7 +92,7 @@ function lines(svg, one, px, py, count, crowded) {
   if (one.smooth && one.y.length > 2 * one.smooth) {
     if (!crowded) svg.append(s("path.line.faint", { d: path(one.x, one.y, px, py), style }));
     svg.append(s("path.line", { d: path(one.x, smooth(one.y, one.smooth), px, py), style }));
-  } else svg.append(s("path.line", { d: path(one.x, one.y, px, py), style, "stroke-dasharray": one.dashed ? "5 4" : null }));
+  } else svg.append(s("path.line", { d: path(one.x, one.y, px, py), style }));
   if (one.points || count < 2 || one.y.filter(known).length < 3)
     one.x.forEach((x, i) => known(one.y[i]) && svg.append(s("circle.point", { cx: px(x), cy: py(one.y[i]), r: 3.2, style: { fill: colour(one.colour) } })));
   (one.low || []).forEach((v, i) => known(v) && svg.append(s("line.whisker", { x1: px(one.x[i]), x2: px(one.x[i]), y1: py(v), y2: py(one.high[i]), style })));
