@@ -2,7 +2,7 @@
 
     python scripts/check_golds.py [DATA_DIRECTORY [SET ...]]
 
-Every gold goes through math-verify in the code environment's pool, as in training, without the
+Every gold goes through math-verify in the code environment, as in training, without the
 integer fast path: once as its own answer, once with one digit (or the sign) changed. Prints one
 line per data set and lists the wrong verdicts. The exit code is 1 if fewer than 99% of a set are
 accepted or if any changed answer is.

@@ -48,8 +48,6 @@ ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 1800.0
 GENERATED = "<string>"
 """The file name of methods that dataclasses generate."""
-STEP = 2
-"""The traced step: the first one also starts processes and fills caches."""
 SMALL = (
     *("sft.steps=320", "evaluation.count=8", "evaluation.samples=1", "rl.prompts_per_step=8"),
     *("rl.count=64", "codeenv.slots=2"),

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
-import uvicorn
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 
 from rstar2.engine.openai import OpenAIChat
 from rstar2.errors import DeadlineError, EngineError, UserError
 from rstar2.types import Finish, Message
+from tests.chat_server import chat_server
 
 HELLO = [Message("system", "s"), Message("user", "Hello")]
 
@@ -63,25 +61,8 @@ class Server:
 
         return StreamingResponse(lines(), media_type="text/event-stream")
 
-    @asynccontextmanager
-    async def serve(self) -> AsyncIterator[str]:
-        routes = [
-            Route("/v1/models", self.list),
-            Route("/v1/chat/completions", self.complete, methods=["POST"]),
-        ]
-        config = uvicorn.Config(
-            Starlette(routes=routes), port=0, log_level="error", timeout_graceful_shutdown=1
-        )
-        server = uvicorn.Server(config)
-        task = asyncio.create_task(server.serve())
-        while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
-            await asyncio.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.should_exit = True
-            await task
+    def serve(self) -> AbstractAsyncContextManager[str]:
+        return chat_server(self.list, self.complete)
 
 
 async def ask(chat: OpenAIChat, deadline_s: float = 10.0, **more: Any) -> Any:

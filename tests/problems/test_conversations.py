@@ -29,7 +29,7 @@ def asked(config: SftConfig, first: int, count: int) -> list[list[str]]:
     return [[c.messages[0].content for c in batch] for batch in itertools.islice(stream, count)]
 
 
-def test_a_stream_that_starts_later_goes_on_as_the_first_would(talk: Path) -> None:
+def test_a_stream_that_starts_later_continues_as_the_first_would(talk: Path) -> None:
     config = SftConfig(data=str(talk), steps=20, batch=4)
     whole = asked(config, 0, 20)
     for first in (1, 2, 3, 7, 13):
@@ -40,7 +40,7 @@ def test_a_stream_that_starts_later_goes_on_as_the_first_would(talk: Path) -> No
     assert flat[:10] != flat[10:20]
 
 
-def test_the_embedded_stream_goes_on_too_and_ends() -> None:
+def test_the_embedded_stream_starts_later_too_and_ends() -> None:
     config = SftConfig(data="arithmetic", steps=6, batch=4)
     whole = asked(config, 0, 99)
     assert len(whole) == 6

@@ -6,23 +6,20 @@ import asyncio
 import json
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 from typer.testing import CliRunner
 
 from rstar2.cli.data import app
 from rstar2.cli.data_shared import named_source
 from rstar2.errors import UserError
 from rstar2.learner.tiny import make_tiny
+from tests.chat_server import chat_server
 
 DEADLINE_S = 170
 
@@ -135,29 +132,12 @@ class Endpoint:
         sent = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
         return StreamingResponse(iter([sent]), media_type="text/event-stream")
 
-    @asynccontextmanager
-    async def serve(self) -> AsyncIterator[str]:
-        routes = [
-            Route("/v1/models", self.models),
-            Route("/v1/chat/completions", self.complete, methods=["POST"]),
-        ]
-        config = uvicorn.Config(
-            Starlette(routes=routes), port=0, log_level="error", timeout_graceful_shutdown=1
-        )
-        server = uvicorn.Server(config)
-        task = asyncio.create_task(server.serve())
-        while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
-            await asyncio.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.should_exit = True
-            await task
+    def serve(self) -> AbstractAsyncContextManager[str]:
+        return chat_server(self.models, self.complete)
 
 
 @pytest.mark.slow
-async def test_agreement_goes_on_after_kill_9_and_asks_nothing_twice(tmp_path: Path) -> None:
+async def test_agreement_resumes_after_kill_9_and_asks_nothing_twice(tmp_path: Path) -> None:
     asked = [{"id": f"p{i}", "prompt": f"What is number {i}?", "answer": 1} for i in range(12)]
     path = write(tmp_path / "problems.jsonl", *(a | {"grader": "integer"} for a in asked))
     endpoint = Endpoint()

@@ -138,7 +138,7 @@ async def test_all_samples_can_be_taken_for_the_counts(tmp_path: Path) -> None:
     assert model.asked.total() == 20
 
 
-async def test_an_interrupted_filter_goes_on_and_asks_nothing_twice(tmp_path: Path) -> None:
+async def test_an_interrupted_filter_resumes_and_asks_nothing_twice(tmp_path: Path) -> None:
     path, whole = problems(tmp_path, *MARKS), Model(MARKS)
     with asking(path, tmp_path / "whole", Agreement(2, 4)) as filter:
         await filter.ask(whole, concurrency=1)

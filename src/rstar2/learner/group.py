@@ -147,11 +147,9 @@ class LearnerGroup:
         extra: dict[str, Any] = self._call("load", path)
         return extra
 
-    def export(
-        self, path: str | Path, tokenizer: Any | None = None, chat_template: str | None = None
-    ) -> None:
+    def export(self, path: str | Path, tokenizer: Any | None = None) -> None:
         """Write a model directory that transformers and vLLM can load."""
-        self._call("export", path, tokenizer, chat_template)
+        self._call("export", path, tokenizer)
 
     def close(self) -> None:
         """End all ranks. Idempotent."""

@@ -336,18 +336,11 @@ class Learner:
         """Resume from a checkpoint of any number of ranks; returns its `extra`."""
         return checkpoint.load(Path(path), self)
 
-    def export(
-        self, path: str | Path, tokenizer: Any | None = None, chat_template: str | None = None
-    ) -> None:
+    def export(self, path: str | Path, tokenizer: Any | None = None) -> None:
         """Write a model directory that transformers and vLLM can load."""
         state = self.state()
         if self.rank == 0:
-            weights.export(
-                state, self.policy.model, Path(path), self.dtype, tokenizer, chat_template
-            )
-
-    def close(self) -> None:
-        """Nothing to free in this process; LearnerGroup ends its ranks here."""
+            weights.export(state, self.policy.model, Path(path), self.dtype, tokenizer)
 
 
 class _MiniBatch:

@@ -1,8 +1,8 @@
 """Logprob and entropy of given tokens from hidden states, without the logits of a whole batch.
 
 The output head is applied to `CHUNK_BYTES` worth of float32 logits at a time, forward and
-backward; the backward pass computes them again, unless one chunk held them all. Peak memory is
-thus independent of the number of tokens.
+backward; the backward pass computes them again, unless one chunk held them all. So peak
+memory does not depend on the number of tokens.
 
 Dimensions: `_T` predicted tokens, `_D` hidden size, `_V` vocabulary.
 """

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from rstar2.agent.template import CHAT_TEMPLATE
 from rstar2.config.preflight import check_smollm2
 from rstar2.errors import RecipeError
+from rstar2.learner.tiny import write_model
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -76,14 +77,7 @@ def load_weights(file: Path, eos: int, pad: int) -> LlamaForCausalLM:
 
 def make_smollm2(directory: Path) -> None:
     """Write the model and its tokenizer to a directory."""
-    from safetensors.torch import save_file
-
     file = package_file()
     tokenizer = load_tokenizer(file)
     model = load_weights(file, int(tokenizer.eos_token_id), int(tokenizer.pad_token_id))
-    directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(directory)
-    model.config.save_pretrained(directory)
-    model.generation_config.save_pretrained(directory)
-    tensors = {name: value.contiguous() for name, value in model.named_parameters()}
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    write_model(directory, tokenizer, model)

@@ -112,13 +112,19 @@ def make_model(seed: int, vocabulary: int, eos: int, pad: int) -> LlamaForCausal
 
 def make_tiny(directory: Path, seed: int) -> None:
     """Write the tokenizer and a freshly initialised model to a directory."""
-    from safetensors.torch import save_file
-
     tokenizer = make_tokenizer()
     model = make_model(seed, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
+    write_model(directory, tokenizer, model)
+
+
+def write_model(
+    directory: Path, tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM
+) -> None:
+    """Write a transformers directory without the progress bar that `save_pretrained` shows."""
+    from safetensors.torch import save_file
+
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(directory)
-    # By hand, as save_pretrained would draw a progress bar over the caller's output.
     model.config.save_pretrained(directory)
     model.generation_config.save_pretrained(directory)
     tensors = {name: value.contiguous() for name, value in model.named_parameters()}

@@ -54,9 +54,7 @@ class WeightSource(Protocol):
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]: ...
 
-    def export(
-        self, path: str | Path, tokenizer: Any | None = None, chat_template: str | None = None
-    ) -> None: ...
+    def export(self, path: str | Path, tokenizer: Any | None = None) -> None: ...
 
 
 class InThread(Protocol):
@@ -176,13 +174,10 @@ def export(
     path: Path,
     dtype: torch.dtype,
     tokenizer: Any | None = None,
-    chat_template: str | None = None,
 ) -> None:
-    """Write safetensors, config and, if given, tokenizer and chat template, atomically."""
+    """Write safetensors, config and, if given, the tokenizer with its chat template, atomically."""
     from huggingface_hub import save_torch_state_dict
 
-    if tokenizer is not None and chat_template is not None:
-        tokenizer.chat_template = chat_template
     config = type(model.config).from_dict(model.config.to_dict())
     config.dtype = dtype
     with replacing_directory(path) as temporary:

@@ -19,15 +19,13 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from rstar2.agent.parser import TOOL_NAME
 from rstar2.agent.prompts import tool_text
 from rstar2.codeenv.jail import frames, runner
 from rstar2.errors import DataError
+from rstar2.problems.load import Split
 from rstar2.types import Conversation, Message, Outcome, Problem, ToolResult
-
-Split = Literal["train", "heldout"]
 
 HELDOUT_SHARE = 8
 """One pair of arguments in this many is held out."""
@@ -386,7 +384,7 @@ def _tool_conversation(index: int, rng: random.Random) -> Conversation:
         code = write_code(operation, rng.choices(list(forms), list(forms.values()))[0], a, b)
         result = run_trusted(code)
         messages += (
-            Message("assistant", f"<reason>{rng.choice(reasons)}</reason>\n{_call_text(code)}"),
+            Message("assistant", f"<reason>{rng.choice(reasons)}</reason>\n{call_text(code)}"),
             Message("user", f"<tool_response>\n{tool_text(result)}\n</tool_response>"),
         )
         output = result.stdout.strip() or None
@@ -396,7 +394,8 @@ def _tool_conversation(index: int, rng: random.Random) -> Conversation:
     return Conversation(f"tool-{index}", tuple(messages), source="arithmetic/tool")
 
 
-def _call_text(code: str) -> str:
+def call_text(code: str) -> str:
+    """A tool call as the model should write it."""
     return f"{CALL_HEAD}{json.dumps(code)[1:-1]}{CALL_TAIL}"
 
 

@@ -7,7 +7,7 @@ complete or not at all, and the file of dropped rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,6 +158,12 @@ class Bin:
     def drop(self, count: StepCount, dropped: Dropped) -> None:
         count.drop(dropped)
         self._file.write(encode(dropped) + b"\n")
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Refuse two sources with the same name."""
+    if len(set(names)) != len(names):
+        raise DataError(f"source names repeat: {list(names)}; write NAME=FILE")
 
 
 def check_new(out: Path) -> None:

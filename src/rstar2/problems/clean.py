@@ -121,6 +121,6 @@ class UniqueProblems:
         return f"{kind} duplicate of {self._ids[earlier]}"
 
 
-def decontaminated(evaluation_sets: Iterable[Problem], n: int = 8) -> Decontaminated[Problem]:
-    """A filter that drops problems which share n words in a row with an evaluation set."""
-    return Decontaminated(Contamination.of(evaluation_sets, n), lambda problem: (problem.prompt,))
+def decontaminated(evaluation_sets: Iterable[Problem]) -> Decontaminated[Problem]:
+    """A filter that drops problems that share 8 words in a row with an evaluation set."""
+    return Decontaminated(Contamination.of(evaluation_sets), lambda problem: (problem.prompt,))

@@ -26,8 +26,6 @@ ARITHMETIC = "arithmetic"
 TRAIN_COUNT = 4096
 """Default number of training problems of the embedded task."""
 
-_FIELDS = {"id", "prompt", "answer", "grader", "kind", "source", "meta"}
-
 
 class _ProblemLine(msgspec.Struct, forbid_unknown_fields=True):
     prompt: str
@@ -78,7 +76,8 @@ def _parse(line: bytes, where: str, number: int) -> Problem:
     try:
         fields = msgspec.json.decode(line, type=_ProblemLine)
     except msgspec.MsgspecError as error:
-        raise DataError(f"{where}: {error}; a problem has the fields {sorted(_FIELDS)}") from error
+        known = sorted(_ProblemLine.__struct_fields__)
+        raise DataError(f"{where}: {error}; a problem has the fields {known}") from error
     answer = fields.answer
     if isinstance(answer, float):
         if not math.isfinite(answer):

@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 
 from rstar2.errors import DataError, EngineError, UserError
-from rstar2.files import write_file
+from rstar2.files import replacing_file, write_file
 from rstar2.problems.card import DROPPED, JSON, MARKDOWN, Bin, Card, Dropped, StepCount, read_card
 from rstar2.problems.load import read_jsonl
 from rstar2.problems.prepare import PROBLEMS
@@ -176,7 +176,7 @@ class Asking:
         out.mkdir(parents=True, exist_ok=True)
         self._lock = RunLock(out / ".lock")
         try:
-            self._settle(digest)
+            self._check_settings(digest)
             self._journal = JsonLines(out / ANSWERS)
             for line in read_lines(out / ANSWERS, _AnswerLine):
                 self.tally.add(line)
@@ -186,8 +186,8 @@ class Asking:
         self.answered = int(self.tally.correct.sum()) + int(self.tally.wrong.sum())
         self.lost = 0
 
-    def _settle(self, digest: str) -> None:
-        """Record the question, or refuse another one."""
+    def _check_settings(self, digest: str) -> None:
+        """Write the settings, or refuse a directory that has answers with other settings."""
         question = self.question
         asked = {
             "problems": digest,
@@ -274,8 +274,10 @@ class Asking:
         card.kept, card.kept_by_source = 0, {}
         count = StepCount(rule.name)
         undecided: list[str] = []
-        paths = {name: self.out / f"{name}.new" for name in (PROBLEMS, DROPPED)}
-        with paths[PROBLEMS].open("wb") as kept, paths[DROPPED].open("wb") as gone:
+        with (
+            replacing_file(self.out / PROBLEMS) as kept,
+            replacing_file(self.out / DROPPED) as dropped,
+        ):
             for row, problem in enumerate(read_jsonl(self.source)):
                 if self.question.asks(problem):
                     count.entered += 1
@@ -283,21 +285,17 @@ class Asking:
                     if stays is None:
                         undecided.append(problem.id)
                     if not stays:
-                        Bin(gone).drop(count, self._dropped(row, problem, stays))
+                        Bin(dropped).drop(count, self._dropped(row, problem, stays))
                         continue
                     count.left += 1
                     problem = self._marked(row, problem)
                 kept.write(encode(problem) + b"\n")
                 card.keep(problem.source)
-        if undecided and not drop_undecided:
-            for path in paths.values():
-                path.unlink()
-            raise EngineError(
-                f"{len(undecided)} problems are undecided, such as {undecided[0]}: {self.lost} "
-                "answers were lost; run the same command to retry, or use --drop-undecided"
-            )
-        for name, path in paths.items():
-            path.replace(self.out / name)
+            if undecided and not drop_undecided:
+                raise EngineError(
+                    f"{len(undecided)} problems are undecided, such as {undecided[0]}: {self.lost} "
+                    "answers were lost; run the same command to retry, or use --drop-undecided"
+                )
         card.steps.append(count)
         card.notes.append(f"{rule.name}: {self.answered:,} answers of {self._model()}")
         write_file(self.out / MARKDOWN, card.markdown().encode())

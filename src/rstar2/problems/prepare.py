@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rstar2.errors import DataError
 from rstar2.problems.card import (
     DROPPED,
     Bin,
@@ -20,6 +19,7 @@ from rstar2.problems.card import (
     DataFilter,
     Dropped,
     StepCount,
+    check_names,
     output_directory,
 )
 from rstar2.problems.rows import BadRow, known_rows, shown
@@ -71,20 +71,17 @@ async def prepare(
     progress: Progress | None = None,
 ) -> Card:
     """Run every source through every filter into the directory `out`; returns the data card."""
-    if len({source.name for source in sources}) != len(sources):
-        raise DataError(
-            f"source names repeat: {[source.name for source in sources]}; write NAME=FILE"
-        )
+    check_names([source.name for source in sources])
     names = [READ, *(step.name for step in steps), *([ACCEPTED] if verifier else [])]
     card = Card(steps=[StepCount(name) for name in names])
-    with output_directory(out) as aside:
-        with (aside / PROBLEMS).open("wb") as kept, (aside / DROPPED).open("wb") as gone:
-            cleaning = _Cleaning(steps, card, Bin(gone), verifier)
+    with output_directory(out) as temporary:
+        with (temporary / PROBLEMS).open("wb") as kept, (temporary / DROPPED).open("wb") as dropped:
+            cleaning = _Cleaning(steps, card, Bin(dropped), verifier)
             for source in sources:
                 async for problem in cleaning.run(source, progress):
                     kept.write(encode(problem) + b"\n")
                     card.keep(problem.source)
-        card.write(aside)
+        card.write(temporary)
     return card
 
 

@@ -187,7 +187,7 @@ def _lines(path: Path, lines: Iterable[bytes]) -> Iterator[DataRow | BadRow]:
 def _elements(path: Path, file: IO[bytes] | gzip.GzipFile) -> Iterator[DataRow | BadRow]:
     """The elements of one JSON array, with no more than a few of them in memory."""
     text = _Text(path, file)
-    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+    decoder = json.JSONDecoder(parse_constant=refuse_constant)
     text.skip("[")
     number = 0
     while not text.at("]"):
@@ -235,7 +235,7 @@ class _Text:
                 return True
 
     def decode(self, decoder: json.JSONDecoder, where: str) -> Any:
-        """The JSON value that comes next; reads on while it is not whole."""
+        """The next JSON value; reads more text while it is incomplete."""
         self.ended()
         while True:
             try:
@@ -246,7 +246,7 @@ class _Text:
                 raise DataError(
                     f"{where}: not JSON: {error}; an array cannot be read beyond it"
                 ) from error
-            if stop < len(self._text) or not self._more():  # a number may go on in the next piece
+            if stop < len(self._text) or not self._more():  # a number may continue there
                 self._place = stop
                 return value
 
@@ -268,8 +268,9 @@ class _Text:
         return True
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+def refuse_constant(name: str) -> None:
+    """Refuse NaN and infinities, which are not JSON."""
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _no_object(value: object) -> str:

@@ -10,7 +10,6 @@ sees how to recover. Tool responses come from running the code.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator
 
@@ -18,8 +17,7 @@ from rstar2.agent.prompts import tool_text
 from rstar2.problems.arithmetic import (
     ANSWER_HEAD,
     ANSWER_TAIL,
-    CALL_HEAD,
-    CALL_TAIL,
+    call_text,
     run_trusted,
 )
 from rstar2.types import Conversation, Message
@@ -138,9 +136,8 @@ def _conversation(index: int, request: Request, rng: random.Random) -> Conversat
         result = run_trusted(code)
         output = result.stdout.strip()
         reason = rng.choice(RETRY_REASONS if number else CALL_REASONS)
-        call = f"{CALL_HEAD}{json.dumps(code)[1:-1]}{CALL_TAIL}"
         messages += (
-            Message("assistant", f"<reason>{reason}</reason>\n{call}"),
+            Message("assistant", f"<reason>{reason}</reason>\n{call_text(code)}"),
             Message("tool", tool_text(result)),
         )
     answer = f"{ANSWER_HEAD}{output}{ANSWER_TAIL}"

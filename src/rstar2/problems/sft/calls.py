@@ -15,12 +15,15 @@ Signatures become JSON schema: Python type names (dict, int, float ...) are tran
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from rstar2.problems.rows import refuse_constant
 
 Signature = Mapping[str, Any]
 """{"type": "function", "function": {"name", "description", "parameters"}}."""
@@ -160,10 +163,8 @@ def _after_space(text: str, place: int) -> int:
 
 def _literal(text: str, what: str) -> Any:
     """A JSON or a Python literal."""
-    try:
+    with contextlib.suppress(ValueError, RecursionError):  # not JSON: it may be Python's spelling
         return _decode(text)
-    except (ValueError, RecursionError):
-        pass  # not JSON: it may be Python's spelling
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # an invalid escape is not a literal
@@ -182,13 +183,9 @@ def _json(text: str, what: str) -> Any:
 
 def _decode(text: str) -> Any:
     """Decode JSON with finite numbers only, so that it can be encoded again."""
-    value = json.loads(text, parse_constant=_refuse_constant)
+    value = json.loads(text, parse_constant=refuse_constant)
     json.dumps(value, allow_nan=False)
     return value
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 # --------------------------------------------------------------------------- signatures

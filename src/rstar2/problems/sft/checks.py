@@ -142,11 +142,9 @@ def math_reasoning(asked: str, answered: str) -> str | None:
 # --------------------------------------------------------------------------- against other data
 
 
-def decontaminated(
-    evaluation_sets: Iterable[Problem], n: int = 8
-) -> Decontaminated[ParsedConversation]:
-    """A filter that drops conversations that share n user words in a row with an evaluation set."""
-    return Decontaminated(Contamination.of(evaluation_sets, n), _user_texts)
+def decontaminated(evaluation_sets: Iterable[Problem]) -> Decontaminated[ParsedConversation]:
+    """A filter that drops conversations that share 8 user words in a row with an evaluation set."""
+    return Decontaminated(Contamination.of(evaluation_sets), _user_texts)
 
 
 def _user_texts(talk: ParsedConversation) -> Iterator[str]:

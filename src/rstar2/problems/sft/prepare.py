@@ -17,7 +17,7 @@ from typing import IO
 
 import numpy as np
 
-from rstar2.errors import DataError, UserError
+from rstar2.errors import UserError
 from rstar2.problems.card import (
     DROPPED,
     Bin,
@@ -26,6 +26,7 @@ from rstar2.problems.card import (
     Dropped,
     Lengths,
     StepCount,
+    check_names,
     output_directory,
 )
 from rstar2.problems.rows import BadRow, DataRow, known_rows, shown
@@ -109,31 +110,28 @@ def prepare_sft(
     progress: Callable[[int, int], None] | None = None,
 ) -> Card:
     """Convert every source and mix them into the directory `out`; returns the data card."""
-    if len({source.name for source in sources}) != len(sources):
-        raise DataError(
-            f"source names repeat: {[source.name for source in sources]}; write NAME=FILE"
-        )
+    check_names([source.name for source in sources])
     checks = [ValidCalls(), *checks]  # always checked
     names = [READ, CONVERTED, *(check.name for check in checks)]
     names += [FITS] * (mixture.max_length is not None)
     card = Card(noun="conversations", steps=[StepCount(name) for name in names])
-    with output_directory(out) as aside, ExitStack() as files:
-        gone = files.enter_context((aside / DROPPED).open("wb"))
-        conversion = _Conversion(checks, card, Bin(gone), measure, mixture.max_length)
+    with output_directory(out) as temporary, ExitStack() as files:
+        dropped = files.enter_context((temporary / DROPPED).open("wb"))
+        conversion = _Conversion(checks, card, Bin(dropped), measure, mixture.max_length)
         stores: dict[str, _Store] = {}
         for index, source in enumerate(sources):
-            file = files.enter_context((aside / f"{index}.rows").open("w+b"))
+            file = files.enter_context((temporary / f"{index}.rows").open("w+b"))
             stores[source.name] = store = _Store(file)
             for conversation, length, trained in conversion.run(source):
                 store.add(conversation, length, trained)
                 if progress is not None and len(store) % CHUNK == 0:
                     progress(card.steps[0].entered, sum(map(len, stores.values())))
         card.notes += [f"{count:,} x {note}" for note, count in conversion.notes.items()]
-        _write_mixture(stores, mixture, card, aside / CONVERSATIONS, unit)
+        _write_mixture(stores, mixture, card, temporary / CONVERSATIONS, unit)
         for index in range(len(sources)):
-            (aside / f"{index}.rows").unlink()
-        gone.flush()
-        card.write(aside)
+            (temporary / f"{index}.rows").unlink()
+        dropped.flush()
+        card.write(temporary)
     return card
 
 
