@@ -21,7 +21,6 @@ one that belongs to a single module is defined there, and the drawing names that
     │   │   ├── IsolationError                     the requested isolation level is not available
     │   │   ├── WorkerLostError [codeenv.server.zygotes]  a worker exited without a reply
     │   │   └── TransportError [codeenv.client.endpoint]  a server could not be reached
-    │   ├── GraderError                            the grader failed (not: the answer was wrong)
     │   ├── WeightUpdateError                      an engine's probe does not match the learner
     │   ├── RankError [learner.group]              a learner rank died or failed
     │   └── NodeError [cluster.nodes]              a cluster node, or an actor on it, was lost
@@ -83,10 +82,6 @@ class QueueFullError(CodeEnvError):
 
 class IsolationError(CodeEnvError):
     """The requested isolation level is not available on this machine."""
-
-
-class GraderError(InfrastructureError):
-    """The grader itself failed; this says nothing about the answer."""
 
 
 class WeightUpdateError(InfrastructureError):

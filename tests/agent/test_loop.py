@@ -72,7 +72,7 @@ async def roll(
 
 
 def check_invariants(trajectory: Trajectory, generator: ScriptedGenerator) -> None:
-    """What DESIGN promises of every trajectory, whatever happened to it."""
+    """What holds for every trajectory, however it ended."""
     ids = trajectory.prompt_ids
     for index, turn in enumerate(trajectory.turns):
         assert generator.prompts[index] == ids
@@ -178,7 +178,7 @@ async def test_a_response_that_does_not_fit_ends_the_rollout(make_template: Make
     template = make_template("tiny", "none", "none")
     room = len(template.prompt_ids(PROBLEM)) + len(template.encode_turn(call("1")))
     result = ToolResult("c", Outcome.OK, stdout="ran 1")
-    whole = len(template.response_ids([result], [plain_call("c")]))
+    whole = len(template.response([result], [plain_call("c")]).ids)
     for spare in (0, 1):
         generator = ScriptedGenerator(template, [call("1"), "x" * 50])
         trajectory = await roll(generator, ScriptedTools(), max_length=room + whole + spare)
@@ -201,7 +201,7 @@ async def test_long_tool_output_is_cut_in_tokens(make_template: MakeTemplate) ->
     generator = ScriptedGenerator(template, [call("1"), ANSWER])
     tools = ScriptedTools(lambda r: ToolResult(r.id, Outcome.OK, stdout="7 " * 5000))
     trajectory = await roll(generator, tools, agent=AgentConfig(response_tokens=32))
-    empty = template.response_ids([ToolResult("c", Outcome.OK)], [plain_call("c")])
+    empty = template.response([ToolResult("c", Outcome.OK)], [plain_call("c")]).ids
     assert len(trajectory.turns[0].response_ids) <= len(empty) + 32
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import yaml
 
-from rstar2.pipeline.step_metrics import timeless
 from rstar2.record import is_finished, read_events, read_groups, read_metrics
 from tests.cluster import faults_table
+from tests.e2e.driving import timeless
 
 pytestmark = pytest.mark.timeout(3000)
 

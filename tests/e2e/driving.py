@@ -1,4 +1,4 @@
-"""Runs of the miniature in processes of their own."""
+"""Runs of the miniature in processes of their own, and the metrics that two runs share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 400
@@ -27,3 +29,9 @@ def drive(data: Path, run: Path, moment: str = "never") -> int:
     if done.returncode not in (0, 3, -signal.SIGKILL):
         raise AssertionError(f"{moment}: ended with {done.returncode}\n{done.stderr[-4000:]}")
     return done.returncode
+
+
+def timeless(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics that equal seeds make equal: those without times and engine use."""
+    clocked = ("time", "engine/", "codeenv/", "tokens_per_s")
+    return {name: value for name, value in metrics.items() if not name.startswith(clocked)}

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from rstar2.pipeline.step_metrics import timeless
 from rstar2.record import is_finished, read_evaluations, read_events, read_groups, read_metrics
-from tests.e2e.driving import drive
+from tests.e2e.driving import drive, timeless
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]
 

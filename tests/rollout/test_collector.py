@@ -95,7 +95,7 @@ async def test_refill_stops_at_the_cap() -> None:
     assert len(collected.drawn) == collected.position == 12
 
 
-async def test_next_step_goes_on_where_the_last_ended_with_other_seeds() -> None:
+async def test_next_step_continues_where_the_last_ended_with_other_seeds() -> None:
     runner = DiceRunner(0)
     first = await collect(runner)
     second = await collect(runner, step=2, position=first.position)

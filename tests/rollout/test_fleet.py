@@ -71,7 +71,7 @@ async def test_turns_of_a_dead_engine_run_on_another() -> None:
     results = await asyncio.gather(*tasks)
     assert [r.token_ids[0] for r in results] == list(range(8)), "each got its own seed's answer"
     assert {r.engine for r in results} == {"healthy"}
-    assert fleet.alive == (healthy,)
+    assert fleet.scheduler.engines == ("healthy",)
     assert {u.name: u.deaths for u in fleet.take_usage()} == {"dying": 1, "healthy": 0}
 
 

@@ -278,7 +278,7 @@ def test_stale_engines_get_nothing_until_updated() -> None:
     ask(made, "g/0")
     ask(made, "g/1")
     assert placed(made) == {"g/0": "e1"}
-    assert made.stale("e0")
+    assert made.state.serving == ["e1"]
     made.weights_updated("e0", 1)
     assert placed(made) == {"g/1": "e0"}
 

@@ -90,7 +90,7 @@ async def test_killed_engine_loses_no_rollout_and_comes_back_verified(
         }
         assert versions == {VERSION}
 
-        await eventually(lambda: engines[0] in fleet.alive, 300)
+        await eventually(lambda: engines[0].name in fleet.scheduler.engines, 300)
         await together(draw(i, 1) for i in range(GROUPS))
         assert all(u.turns > 0 for u in fleet.take_usage()), "the engine that came back serves"
     await fleet.stop()

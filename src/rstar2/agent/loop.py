@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rstar2.agent.parser import ParsedTurn, answer_of, last_answer, parse_turn
+from rstar2.agent.parser import ParsedTurn, answer_of, parse_turn
 from rstar2.agent.template import Template
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.config import AgentConfig, SamplingConfig
@@ -315,7 +315,7 @@ class _TokenLoop:
         """Keep the text, the answer and the count of answer tags; notify the observer."""
         self.text.append(text)
         self.answer_tags += parsed.answer_tags
-        if last_answer(text) is not None:
+        if parsed.answered:
             self.answer = answer_of(text)
         if self.observer is not None:
             self.observer(TurnSampled(index, text))

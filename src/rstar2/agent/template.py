@@ -1,7 +1,7 @@
-"""Messages -> token ids, such that a trajectory's tokens stay the model's own (Invariant 1).
+"""Messages -> token ids; the tokens of a trajectory stay the model's own (Invariant 1).
 
 A prompt is tokenised once; after that ids are only appended: the sampled ids unchanged, then
-`response_ids` (everything between the end-of-turn token and the next sampled token). Sampled ids
+the `response` (everything between the end-of-turn token and the next sampled token). Sampled ids
 are never decoded and encoded again. For turns that the tokenizer would itself have produced, the
 concatenation equals the tokenised rendering of the whole conversation; where they differ (the model
 sampled other tokens for the same text), the sampled ids are kept.
@@ -124,17 +124,6 @@ class Template:
 
     # ----------------------------------------------------------------- continuations
 
-    def response_ids(
-        self,
-        results: Sequence[ToolResult],
-        calls: Sequence[ToolCall],
-        *,
-        limit: int | None = None,
-        closed: bool = True,
-    ) -> tuple[int, ...]:
-        """Everything between the sampled stop token and the next sampled token."""
-        return self.response(results, calls, limit=limit, closed=closed).ids
-
     def response(
         self,
         results: Sequence[ToolResult],
@@ -143,7 +132,10 @@ class Template:
         limit: int | None = None,
         closed: bool = True,
     ) -> Continuation:
-        """Tool results as a user turn; `limit` caps their tokens, divided evenly between them."""
+        """Everything between the sampled stop token and the next sampled token.
+
+        The tool results are a user turn; `limit` caps their tokens, divided evenly between them.
+        """
         if [result.call_id for result in results] != [call.id for call in calls]:
             raise InvariantError("tool results do not belong to the calls of this turn")
         share = None if limit is None else max(1, limit // max(1, len(results)))

@@ -11,7 +11,7 @@ def advantages(rewards: Sequence[float]) -> list[float]:
 
     std is the population's (divided by G, no epsilon): with a share p of successes a success gets
     sqrt((1 - p) / p) and a failure -sqrt(p / (1 - p)), so that they sum to zero and have unit
-    variance whatever G is.
+    variance for every G.
     """
     if not rewards or min(rewards) == max(rewards):
         return [0.0] * len(rewards)

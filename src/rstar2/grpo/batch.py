@@ -64,13 +64,13 @@ def _samples(group: Group, selection: Selection, loss: LossConfig) -> Iterable[S
         )
 
 
-def repeated_share(trajectory: Trajectory, n: int = NGRAM) -> float:
-    """Share of a rollout's n-grams of sampled tokens that occurred earlier in the rollout."""
+def repeated_share(trajectory: Trajectory) -> float:
+    """Share of a rollout's runs of NGRAM sampled tokens that occurred earlier in the rollout."""
     seen: set[tuple[int, ...]] = set()
     total = repeated = 0
     for turn in trajectory.turns:
-        for start in range(len(turn.sampled_ids) - n + 1):
-            gram = turn.sampled_ids[start : start + n]
+        for start in range(len(turn.sampled_ids) - NGRAM + 1):
+            gram = turn.sampled_ids[start : start + NGRAM]
             total += 1
             repeated += gram in seen
             seen.add(gram)

@@ -1,1 +1,1 @@
-"""The recipe as a whole: stages strung together, resumed, watched, compared."""
+"""Training: the controller, its stages, checkpoints, progress views and ablations."""

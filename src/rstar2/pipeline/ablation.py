@@ -1,4 +1,4 @@
-"""Ablation of resampling, which the paper lacks: only what is kept of a group differs.
+"""Ablation of resampling, which the paper lacks: variants differ in which rollouts they keep.
 
     seed ──> SFT ──> export ──> every variant ──> held-out evaluations and curves per step
 
@@ -21,7 +21,7 @@ from rstar2.config import Recipe, load_recipe
 from rstar2.errors import RecipeError
 from rstar2.record import read_evaluations, read_metrics
 from rstar2.rollout.groups import together
-from rstar2.types import Estimate
+from rstar2.types import Estimate, encode
 
 VARIANTS = ("grpo", "uniform", "roc", "roc-no-errors", "roc-no-format", "release")
 REFERENCE = "roc"
@@ -214,8 +214,6 @@ def summary(runs: Sequence[AblationRun]) -> dict[str, dict[str, dict[str, Estima
 
 def to_json(runs: Sequence[AblationRun]) -> str:
     """All curves and the summary, for machines; values that are not a number are null."""
-    from rstar2.types import encode
-
     document = {
         "variants": list(dict.fromkeys(r.variant for r in runs)),
         "seeds": sorted({r.seed for r in runs}),

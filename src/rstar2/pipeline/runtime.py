@@ -7,7 +7,7 @@ Invariants
   holds `changing_weights`, and an engine that died in that time receives the new weights.
 - An engine serves only weights that the probe has proven (Invariant 7): `publish` makes the fleet
   require the new version first, and engines join after their proof.
-- `close` ends every process that was started, whatever state the parts are in.
+- `close` ends every process that was started, in any state of the parts.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class Runtime:
         learner: LearnerGroup,
         executor: ThreadPoolExecutor,
         *,
-        site: RayCluster | None = None,
+        cluster: RayCluster | None = None,
         notify: Notify = lambda event, **facts: None,
     ) -> None:
         self.recipe, self.directory, self.model_dir = recipe, directory, model_dir
-        self.site, self.notify = site, notify
+        self.cluster, self.notify = cluster, notify
         self.tokenizer, self.learner = tokenizer, learner
         self.template = Template(tokenizer, recipe.template)
         self.problems: tuple[Problem, ...] = ()
@@ -86,7 +86,7 @@ class Runtime:
             recipe.evaluation.problems, "heldout", count=recipe.evaluation.count
         )
         self._engines: Sequence[Engine] = (
-            make_engines(recipe, model_dir) if site is None else site.engines(model_dir)
+            make_engines(recipe, model_dir) if cluster is None else cluster.engines(model_dir)
         )
         self._executor = executor
         self._published: WeightVersion | None = None
@@ -111,10 +111,12 @@ class Runtime:
 
     async def rebuild_learner(self) -> None:
         """Replace a learner that lost a rank; the new one has the initial weights."""
-        if self.site is not None:
-            await self.site.look()
+        if self.cluster is not None:
+            await self.cluster.look()
         await self.on_learner(self.learner.close)
-        _, self.learner = await self.on_learner(load_model, self.recipe, self.model_dir, self.site)
+        _, self.learner = await self.on_learner(
+            load_model, self.recipe, self.model_dir, self.cluster
+        )
         self._published = None
 
     # ------------------------------------------------------------------ serving
@@ -129,10 +131,10 @@ class Runtime:
         self._fleet = Fleet(engines, Scheduler(scheduling(self.recipe)), recover=self._recover)
 
         async def start_tools() -> None:
-            if self.site is None:
+            if self.cluster is None:
                 self._tools = await CodeEnvClient.start(self.recipe.codeenv)
             else:
-                self._tools = await self.site.tools()
+                self._tools = await self.cluster.tools()
 
         await together([start_tools(), *(engine.start() for engine in engines)])
         dog = Watchdog(
@@ -144,15 +146,15 @@ class Runtime:
         self._watching = asyncio.ensure_future(dog.run())
 
     def check(self) -> None:
-        """Raise what went wrong in the background, if anything has."""
+        """Raise the error of the start in the background, if it has failed."""
         if self._starting is not None and self._starting.done():
             self._starting.result()
 
     async def publish(self, version: WeightVersion) -> dict[str, float]:
         """Make all engines serve the learner's weights as `version`; returns metrics of it.
 
-        Starts engines and code environment if they do not run. Once per version: there is nothing
-        to do, and no metrics, if the engines serve this version already.
+        Starts engines and code environment if they do not run. A version is published once: if the
+        engines already serve it, nothing is done and there are no metrics.
         """
         self.start_serving()
         assert self._starting is not None
@@ -162,9 +164,7 @@ class Runtime:
         fleet = self.fleet
         fleet.require(version)
         for attempt in range(1, PUBLISH_ATTEMPTS + 1):
-            await (
-                fleet.stop_recoveries()
-            )  # engines that were being restarted are started here instead
+            await fleet.stop_recoveries()  # this function starts all engines itself
             try:
                 engines = await self._started(fleet)
                 metrics = await self._prove(engines, version)
@@ -232,7 +232,7 @@ class Runtime:
             engines,
             version,
             self._probe,
-            shared=None if self.site is None else self.directory / WEIGHTS,
+            shared=None if self.cluster is None else self.directory / WEIGHTS,
             tolerance=tolerance,
             in_thread=self.on_learner,
         )
@@ -263,12 +263,19 @@ async def open_runtime(
     shutil.rmtree(directory / WEIGHTS, ignore_errors=True)  # left by a driver that was killed
     try:
         model_dir = await loop.run_in_executor(executor, find_model, recipe, directory)
-        async with _site(recipe, notify) as site:
+        async with _open_cluster(recipe, notify) as cluster:
             tokenizer, learner = await loop.run_in_executor(
-                executor, load_model, recipe, model_dir, site
+                executor, load_model, recipe, model_dir, cluster
             )
             runtime = Runtime(
-                recipe, directory, model_dir, tokenizer, learner, executor, site=site, notify=notify
+                recipe,
+                directory,
+                model_dir,
+                tokenizer,
+                learner,
+                executor,
+                cluster=cluster,
+                notify=notify,
             )
             try:
                 yield runtime
@@ -280,15 +287,15 @@ async def open_runtime(
 
 
 @asynccontextmanager
-async def _site(recipe: Recipe, notify: Notify) -> AsyncIterator[RayCluster | None]:
-    """The cluster that the recipe asks for, or None for this machine alone."""
+async def _open_cluster(recipe: Recipe, notify: Notify) -> AsyncIterator[RayCluster | None]:
+    """The cluster of the recipe; None if the run uses this machine alone."""
     if recipe.cluster is None:
         yield None
         return
     from rstar2.cluster.ray_cluster import open_ray_cluster
 
-    async with open_ray_cluster(recipe, notify) as site:
-        yield site
+    async with open_ray_cluster(recipe, notify) as cluster:
+        yield cluster
 
 
 def find_model(recipe: Recipe, directory: Path) -> Path | str:
@@ -309,7 +316,7 @@ def find_model(recipe: Recipe, directory: Path) -> Path | str:
 
 
 def load_model(
-    recipe: Recipe, model_dir: Path | str, site: RayCluster | None = None
+    recipe: Recipe, model_dir: Path | str, cluster: RayCluster | None = None
 ) -> tuple[PreTrainedTokenizerFast, LearnerGroup]:
     """The tokenizer, and a learner with the initial weights."""
     import torch
@@ -334,7 +341,7 @@ def load_model(
         total_steps=1,
         seed=recipe.seed,
         device=device,
-        ranks=None if site is None else site.ranks(),
+        ranks=None if cluster is None else cluster.ranks(),
     )
     return tokenizer, learner
 
@@ -342,8 +349,8 @@ def load_model(
 def scheduling(recipe: Recipe) -> SchedulerConfig:
     """The recipe's policy; deterministic runs reserve the worst case.
 
-    An estimate can be wrong, and a prefix that has to go and be computed again differs in its last
-    bits from one that could stay: with the worst case reserved every prefix stays.
+    An estimate can be wrong, and a prefix that is evicted and computed again differs in its last
+    bits from one that was kept. With the worst case reserved, every prefix is kept.
     """
     if not recipe.deterministic:
         return recipe.scheduler

@@ -157,9 +157,3 @@ def _accuracy_by_kind(collected: CollectedStep) -> dict[str, float]:
     for drawn in collected.drawn:
         rewards[drawn.group.problem.kind].extend(drawn.group.rewards)
     return {f"accuracy/{kind}": mean(r) for kind, r in sorted(rewards.items()) if kind and r}
-
-
-def timeless(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that equal seeds make equal: those without times and engine use."""
-    clocked = ("time", "engine/", "codeenv/", "tokens_per_s")
-    return {name: value for name, value in metrics.items() if not name.startswith(clocked)}

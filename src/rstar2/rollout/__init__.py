@@ -1,1 +1,1 @@
-"""Rollouts: who runs where (pure), the fleet that does it, groups of one step."""
+"""Rollouts: the scheduler (pure), the fleet of engines that it drives, groups and steps."""

@@ -117,12 +117,8 @@ class Collector:
         self.runner = runner
         self.problems = problems
         self.rl, self.stage, self.seed = rl, stage, seed
-        self.teaches, self.on_progress, self.version, self.slot = (
-            teaches,
-            on_progress,
-            version,
-            slot,
-        )
+        self.teaches, self.on_progress = teaches, on_progress
+        self.version, self.slot = version, slot
         self.order = ProblemOrder(len(problems), seed=seed, stage=stage.name)
         self.refills = ProblemOrder(len(problems), seed=seed, stage=f"{stage.name}/refill")
         self.spec = RolloutSpec(rl.sampling, stage.max_length, stage.max_turns)

@@ -154,11 +154,6 @@ class Fleet:
         """Only engines that joined with this version get turns from now on."""
         self.scheduler.require(version)
 
-    @property
-    def alive(self) -> tuple[Engine, ...]:
-        """Engines that have not died (stale ones included)."""
-        return tuple(e for name, e in self.engines.items() if name in self.scheduler.engines)
-
     async def stop_recoveries(self) -> None:
         """Cancel engine restarts; the caller starts and updates all engines itself."""
         tasks = list(self._recovering.values())

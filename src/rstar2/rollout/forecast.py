@@ -1,8 +1,8 @@
 """Forecasts: how long rollouts will get, and from that how full an engine's KV cache will get.
 
 **Lengths** (`LengthModel`) are a life table: of the rollouts known to have reached a length, what
-share ended there? From these shares follows the probability to get any further, given the tokens
-so far. Two sources feed the table: finished rollouts, and as lower bounds those that still run.
+share ended there? These shares give the probability of getting further, given the tokens so far.
+Two sources feed the table: finished rollouts, and as lower bounds those that still run.
 Without the latter the first rollouts to finish, which are the short ones, would look typical.
 
 Where nothing is known nothing ends: a length that fewer than `least` rollouts have reached is
@@ -70,7 +70,7 @@ class LengthModel:
         self._observed = 0
         self._table_of = -1
         self._alive: Array = np.ones(1)
-        """Probability to get beyond a length, by length; constant after the last entry."""
+        """Probability of getting beyond a length, by length; constant after the last entry."""
 
     def __len__(self) -> int:
         return self._observed

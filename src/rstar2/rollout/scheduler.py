@@ -133,10 +133,10 @@ class Scheduler:
         self.state.hold(name, now)
         self.policy.turn_ended(self.state, name)
 
-    def turn_failed(self, name: str, *, now: float = 0.0) -> None:
+    def turn_failed(self, name: str) -> None:
         """The turn ended without a result (error, deadline, cancelled); the reservation stays."""
         self.state.sessions[name].intact = False
-        self.state.hold(name, now)
+        self.state.hold(name, 0.0)
 
     def end(self, name: str) -> str | None:
         """End the rollout; returns the engine that may free its prefix. Idempotent."""
@@ -180,11 +180,6 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         return sum(s.phase is Phase.WAITING for s in self.state.sessions.values())
-
-    def stale(self, engine: str) -> bool:
-        """Whether the engine is known but serves other weights than the required ones."""
-        known_engine = self.state.engines.get(engine)
-        return known_engine is not None and known_engine.version != self.state.version
 
     def running(self, engine: str) -> int:
         return len(self.state.engines[engine].running)

@@ -124,9 +124,7 @@ class SimulatedEngine:
         self._waiting.append(sequence)
         if self.next_time == inf:
             self._start, self._planned, self.next_time = now, 0, now
-        elif (
-            self._planned > 1 and not blocked
-        ):  # behind a blocked sequence nothing can start earlier
+        elif self._planned > 1 and not blocked:  # a blocked sequence blocks those behind it
             self._planned = self._steps_by(now)
             self.next_time = self._start + self._duration(self._planned)
 

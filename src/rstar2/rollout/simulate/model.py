@@ -1,6 +1,6 @@
 """The speed and capacity of an engine as numbers, measured or derived from data sheets.
 
-One step of an engine (every running rollout gets a token, waiting prompts are computed beside)
+One step of an engine, which decodes a token of every running rollout and computes waiting prompts,
 takes
 
     step_s + sequence_s * decoding + context_s * sum(context of the decoding)

@@ -10,7 +10,7 @@ random draws. Every rollout ends exactly once, or the simulation raises.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
@@ -252,10 +252,8 @@ class Simulation:
         return {name: r.ended for name, r in self._rollouts.items() if r.ended is not None}
 
 
-def simulate(
-    workload: Workload, config: SchedulerConfig, *, crashes: Sequence[EngineCrash] = ()
-) -> Simulation:
+def simulate(workload: Workload, config: SchedulerConfig) -> Simulation:
     """Simulate a workload under a policy to its end."""
-    simulation = Simulation(workload, config, crashes=crashes)
+    simulation = Simulation(workload, config)
     simulation.run()
     return simulation
