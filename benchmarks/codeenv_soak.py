@@ -103,11 +103,8 @@ def kinds(calls: int, bombs: bool, rng: random.Random) -> list[str]:
 
 
 def children(pid: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and _stat(int(entry.name))[1:2] == [str(pid)]:
-            found.append(int(entry.name))
-    return found
+    numbers = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [number for number in numbers if _stat(number)[1:2] == [str(pid)]]
 
 
 def _stat(pid: int) -> list[str]:
@@ -120,14 +117,14 @@ def _stat(pid: int) -> list[str]:
 
 def family(pid: int) -> set[tuple[int, str]]:
     """A process and its descendants, each with its start time."""
-    found, todo = set(), [pid]
+    processes, todo = set(), [pid]
     while todo:
         one = todo.pop()
         stat = _stat(one)
         if stat and stat[0] != "Z":
-            found.add((one, stat[19]))
+            processes.add((one, stat[19]))
         todo += children(one)
-    return found
+    return processes
 
 
 def alive(processes: set[tuple[int, str]]) -> set[tuple[int, str]]:
@@ -154,9 +151,9 @@ def mounts() -> int:
 def traces(pids: set[int]) -> list[Path]:
     """Runtime directories and control groups of these servers."""
     roots = (Path(tempfile.gettempdir()), Path("/sys/fs/cgroup"))
-    found = [p for root in roots for glob in ("rstar2-codeenv-*", "*/rstar2-codeenv-*")
+    paths = [p for root in roots for glob in ("rstar2-codeenv-*", "*/rstar2-codeenv-*")
              for p in root.glob(glob)]  # fmt: skip
-    return [p for p in found if any(p.name.startswith(f"rstar2-codeenv-{pid}-") for pid in pids)]
+    return [p for p in paths if any(p.name.startswith(f"rstar2-codeenv-{pid}-") for pid in pids)]
 
 
 # --------------------------------------------------------------------------- the soak

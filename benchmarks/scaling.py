@@ -180,48 +180,48 @@ def in_own_process(engines: int, rollouts: int) -> Measured:
     return Measured(**json.loads(done.stdout))
 
 
-def rows_of(found: dict[tuple[int, int], Measured]) -> list[Row]:
+def rows_of(cases: dict[tuple[int, int], Measured]) -> list[Row]:
     """Cost per rollout by case; the largest against the smallest number of rollouts."""
-    counts = sorted({rollouts for _, rollouts in found})
+    counts = sorted({rollouts for _, rollouts in cases})
     rows = []
-    for engines in sorted({engines for engines, _ in found}):
+    for engines in sorted({engines for engines, _ in cases}):
         for rollouts in counts:
-            case = found[engines, rollouts]
+            case = cases[engines, rollouts]
             last = rollouts == counts[-1]
             rows.append(
                 Row(
                     f"{engines} engines, {rollouts} rollouts, CPU per rollout",
                     case.per_rollout_ms,
-                    found[engines, counts[0]].per_rollout_ms if last else None,
+                    cases[engines, counts[0]].per_rollout_ms if last else None,
                     "<= 1.5" if last else None,
                     "ms",
                     f"ms at {counts[0]}",
                 )
             )
-        case = found[engines, counts[-1]]
+        case = cases[engines, counts[-1]]
         rows.append(Row(f"{engines} engines, events", case.events / case.cpu_s, unit="1/s"))
         memory = case.growth_mb * 1024 / case.rollouts
         rows.append(Row(f"{engines} engines, memory per rollout", memory, unit="KB"))
     return rows
 
 
-def plot(found: dict[tuple[int, int], Measured], path: Path) -> None:
+def plot(cases: dict[tuple[int, int], Measured], path: Path) -> None:
     """Cost per rollout over the number of rollouts, one line per number of engines."""
-    counts = sorted({rollouts for _, rollouts in found})
+    counts = sorted({rollouts for _, rollouts in cases})
     series = [
         Series(
             f"{engines} engines",
             tuple(float(n) for n in counts),
-            tuple(found[engines, n].per_rollout_ms for n in counts),
+            tuple(cases[engines, n].per_rollout_ms for n in counts),
             colour=colour,
         )
-        for colour, engines in enumerate(sorted({engines for engines, _ in found}))
+        for colour, engines in enumerate(sorted({engines for engines, _ in cases}))
     ]
     chart = line_chart(
         series,
         title="driver CPU per rollout, ms",
         x_name="rollouts",
-        y_range=(0.0, 1.3 * max(case.per_rollout_ms for case in found.values())),
+        y_range=(0.0, 1.3 * max(case.per_rollout_ms for case in cases.values())),
     )
     write_chart(str(chart), [s.name for s in series], path)
 

@@ -77,11 +77,11 @@ def test_every_part_of_the_tree_has_a_layer() -> None:
 
 def test_imports_point_one_way() -> None:
     wrong = [
-        f"{module} imports {found}"
+        f"{module} imports {imported}"
         for module, path in modules().items()
-        for found in imports(path)
-        if part(module) and part(found) in set().union(*LAYERS)
-        if layer(part(found)) > layer(part(module))
+        for imported in imports(path)
+        if part(module) and part(imported) in set().union(*LAYERS)
+        if layer(part(imported)) > layer(part(module))
     ]
     assert wrong == []
 
@@ -90,8 +90,8 @@ def test_parts_do_not_import_each_other_in_circles() -> None:
     edges: dict[str, set[str]] = {}
     for module, path in modules().items():
         if part(module):
-            found = {part(name) for name in imports(path)} - {part(module), ""}
-            edges.setdefault(part(module), set()).update(found)
+            needs = {part(name) for name in imports(path)} - {part(module), ""}
+            edges.setdefault(part(module), set()).update(needs)
     while leaves := {name for name, needs in edges.items() if not needs & edges.keys()}:
         for name in leaves:
             del edges[name]
@@ -125,7 +125,7 @@ def test_the_code_environment_is_three_packages() -> None:
 
 
 def test_light_modules_load_no_torch() -> None:
-    """One process imports them all; whatever is heavy then, some one of them has pulled in."""
+    """One process imports them all: a heavy package that is loaded then was imported by one."""
     codeenv = [name for name in modules() if part(name) == "codeenv"]
     commands = [name for name in modules() if name.startswith("rstar2.cli.")]
     program = (

@@ -45,7 +45,7 @@ def write_run(path: Path, made: Recipe) -> None:
 
 @pytest.fixture
 def dashboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], Path]:
-    """A stand-in for trackio, with its interface, that writes down what it is told."""
+    """A stand-in for trackio, with its interface, that records its calls."""
 
     def install(breaks: bool) -> Path:
         folder = tmp_path / "site"
@@ -77,7 +77,7 @@ def test_steps_of_all_stages_share_one_axis(
     assert capfd.readouterr().out == ""  # stdout is for the result
 
 
-def test_a_tracker_that_breaks_is_dropped_and_the_run_goes_on(
+def test_a_tracker_that_breaks_is_dropped_and_the_run_continues(
     tmp_path: Path, dashboard: Callable[[bool], Path]
 ) -> None:
     dashboard(True)

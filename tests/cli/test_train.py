@@ -198,7 +198,7 @@ def stopped_by(number: signal.Signals) -> Pipeline:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_in_order_and_says_how_to_go_on(
+def test_a_signal_stops_in_order_and_says_how_to_resume(
     tmp_path: Path, capfd: Any, number: signal.Signals
 ) -> None:
     with pytest.raises(typer.Exit) as caught:
