@@ -19,6 +19,7 @@ from rstar2.agent.loop import (
     TurnSampled,
     failure_of,
     result_reporter,
+    stop_before_tools,
 )
 from rstar2.agent.parser import answer_of, parse_turn
 from rstar2.agent.prompts import INSTRUCTION, SYSTEM, TOOL, system_text, tool_text
@@ -27,7 +28,6 @@ from rstar2.engine.openai import ChatReply, OnText
 from rstar2.errors import InfrastructureError
 from rstar2.seeds import derive_seed
 from rstar2.types import (
-    Finish,
     Message,
     Problem,
     StopReason,
@@ -101,7 +101,8 @@ class ChatLoop:
             parsed = parse_turn(reply.text, turn_id=turn_id, max_calls=self.agent.calls_per_turn)
             tags += parsed.answer_tags
             answer = answer_of(reply.text) if parsed.answered else answer
-            stop = self._stop_before_tools(index, reply, bool(parsed.calls), parsed.answered)
+            last_turn = index + 1 >= self.max_turns
+            stop = stop_before_tools(reply.finish, parsed, last_turn=last_turn)
             results: list[ToolResult] = []
             if stop is None:
                 stop = await calls.run(index, parsed.calls, results)
@@ -138,15 +139,6 @@ class ChatLoop:
         if self.observer is not None:
             self.observer(TurnSampled(len(self.turns), reply.text))
         return reply
-
-    def _stop_before_tools(
-        self, index: int, reply: ChatReply, called: bool, answered: bool
-    ) -> StopReason | None:
-        if reply.finish is Finish.LENGTH:
-            return StopReason.MAX_LENGTH
-        if not called:
-            return StopReason.ANSWERED if answered else StopReason.NO_ANSWER
-        return StopReason.MAX_TURNS if index + 1 >= self.max_turns else None
 
     def _append(
         self,

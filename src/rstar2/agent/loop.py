@@ -167,6 +167,15 @@ def failure_of(error: InfrastructureError | OSError) -> Failure:
     return Failure(name, str(error) or type(error).__name__)
 
 
+def stop_before_tools(finish: Finish, parsed: ParsedTurn, *, last_turn: bool) -> StopReason | None:
+    """Why the rollout ends with this turn, before its tool calls run; None if they run."""
+    if finish is Finish.LENGTH:
+        return StopReason.MAX_LENGTH
+    if not parsed.calls:
+        return StopReason.ANSWERED if parsed.answered else StopReason.NO_ANSWER
+    return StopReason.MAX_TURNS if last_turn else None
+
+
 # --------------------------------------------------------------------------- the token loop
 
 
@@ -326,13 +335,8 @@ class _TokenLoop:
         if generation.finish is Finish.CANCELLED:
             self.failure = Failure("cancelled", "the engine cancelled the request")
             return StopReason.CANCELLED
-        if generation.finish is Finish.LENGTH:
-            return StopReason.MAX_LENGTH
-        if not parsed.calls:
-            return StopReason.ANSWERED if parsed.answered else StopReason.NO_ANSWER
-        if index + 1 >= self.spec.max_turns:
-            return StopReason.MAX_TURNS
-        return None
+        last_turn = index + 1 >= self.spec.max_turns
+        return stop_before_tools(generation.finish, parsed, last_turn=last_turn)
 
     def _respond(
         self, generation: Generation, calls: Sequence[ToolCall], results: Sequence[ToolResult]
