@@ -149,7 +149,7 @@ def read_card(directory: Path) -> Card | None:
         raise DataError(f"{path}: not a data card: {error}") from error
 
 
-class Bin:
+class DroppedRows:
     """The file of dropped rows, each with its reason."""
 
     def __init__(self, file: IO[bytes]) -> None:

@@ -30,7 +30,16 @@ import numpy as np
 
 from rstar2.errors import DataError, EngineError, UserError
 from rstar2.files import replacing_file, write_file
-from rstar2.problems.card import DROPPED, JSON, MARKDOWN, Bin, Card, Dropped, StepCount, read_card
+from rstar2.problems.card import (
+    DROPPED,
+    JSON,
+    MARKDOWN,
+    Card,
+    Dropped,
+    DroppedRows,
+    StepCount,
+    read_card,
+)
 from rstar2.problems.load import read_jsonl
 from rstar2.problems.prepare import PROBLEMS
 from rstar2.record.files import JsonLines, RunLock
@@ -285,7 +294,7 @@ class Asking:
                     if stays is None:
                         undecided.append(problem.id)
                     if not stays:
-                        Bin(dropped).drop(count, self._dropped(row, problem, stays))
+                        DroppedRows(dropped).drop(count, self._dropped(row, problem, stays))
                         continue
                     count.left += 1
                     problem = self._marked(row, problem)

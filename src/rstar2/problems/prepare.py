@@ -14,10 +14,10 @@ from pathlib import Path
 
 from rstar2.problems.card import (
     DROPPED,
-    Bin,
     Card,
     DataFilter,
     Dropped,
+    DroppedRows,
     StepCount,
     check_names,
     output_directory,
@@ -76,7 +76,7 @@ async def prepare(
     card = Card(steps=[StepCount(name) for name in names])
     with output_directory(out) as temporary:
         with (temporary / PROBLEMS).open("wb") as kept, (temporary / DROPPED).open("wb") as dropped:
-            cleaning = _Cleaning(steps, card, Bin(dropped), verifier)
+            cleaning = _Cleaning(steps, card, DroppedRows(dropped), verifier)
             for source in sources:
                 async for problem in cleaning.run(source, progress):
                     kept.write(encode(problem) + b"\n")
@@ -91,7 +91,7 @@ class _Cleaning:
 
     steps: Sequence[DataFilter[Problem]]
     card: Card
-    bin: Bin
+    dropped_rows: DroppedRows
     verifier: Verifier | None
 
     async def run(self, source: ProblemSource, progress: Progress | None) -> AsyncIterator[Problem]:
@@ -114,7 +114,7 @@ class _Cleaning:
             reading.entered += 1
             rows[source.name] += 1
             if isinstance(problem, Dropped):
-                self.bin.drop(reading, problem)
+                self.dropped_rows.drop(reading, problem)
                 continue
             reading.left += 1
             if self._passes(where, problem, stages):
@@ -127,7 +127,7 @@ class _Cleaning:
             count.entered += 1
             reason = step.drop(problem)
             if reason is not None:
-                self.bin.drop(count, _dropped(step.name, reason, where, problem))
+                self.dropped_rows.drop(count, _dropped(step.name, reason, where, problem))
                 return False
             count.left += 1
         return True
@@ -143,7 +143,7 @@ class _Cleaning:
         count.left += len(chunk) - len(why)
         for where, problem in chunk:
             if problem.id in why:
-                self.bin.drop(count, _dropped(ACCEPTED, why[problem.id], where, problem))
+                self.dropped_rows.drop(count, _dropped(ACCEPTED, why[problem.id], where, problem))
         return [(where, problem) for where, problem in chunk if problem.id not in why]
 
 

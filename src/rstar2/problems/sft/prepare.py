@@ -20,10 +20,10 @@ import numpy as np
 from rstar2.errors import UserError
 from rstar2.problems.card import (
     DROPPED,
-    Bin,
     Card,
     DataFilter,
     Dropped,
+    DroppedRows,
     Lengths,
     StepCount,
     check_names,
@@ -117,7 +117,7 @@ def prepare_sft(
     card = Card(noun="conversations", steps=[StepCount(name) for name in names])
     with output_directory(out) as temporary, ExitStack() as files:
         dropped = files.enter_context((temporary / DROPPED).open("wb"))
-        conversion = _Conversion(checks, card, Bin(dropped), measure, mixture.max_length)
+        conversion = _Conversion(checks, card, DroppedRows(dropped), measure, mixture.max_length)
         stores: dict[str, _Store] = {}
         for index, source in enumerate(sources):
             file = files.enter_context((temporary / f"{index}.rows").open("w+b"))
@@ -222,7 +222,7 @@ class _Conversion:
 
     checks: Sequence[DataFilter[ParsedConversation]]
     card: Card
-    bin: Bin
+    dropped_rows: DroppedRows
     measure: Measure
     max_length: int | None
     notes: Counter[str] = field(default_factory=Counter)
@@ -239,7 +239,7 @@ class _Conversion:
                 count.entered += 1
                 if length > self.max_length:
                     reason = f"{length} is longer than {self.max_length}"
-                    self.bin.drop(count, Dropped(FITS, reason, row.where, _asked(talk)))
+                    self.dropped_rows.drop(count, Dropped(FITS, reason, row.where, _asked(talk)))
                     continue
                 count.left += 1
             self.notes.update(f"{source.name}: {note}" for note in talk.notes)
@@ -256,7 +256,7 @@ class _Conversion:
             self.card.sources[source.name] += 1
             if isinstance(recognised, BadRow):
                 dropped = Dropped(READ, recognised.reason, recognised.where, recognised.text)
-                self.bin.drop(reading, dropped)
+                self.dropped_rows.drop(reading, dropped)
                 continue
             row, converter = recognised
             reading.left += 1
@@ -284,13 +284,13 @@ class _Conversion:
             if reason is not None:
                 if check.name == CALLS:
                     count.count(f"{source}: does not fit its signature")
-                self.bin.drop(count, Dropped(check.name, reason, row.where, _asked(talk)))
+                self.dropped_rows.drop(count, Dropped(check.name, reason, row.where, _asked(talk)))
                 return False
             count.left += 1
         return True
 
     def _drop(self, count: StepCount, reason: str, row: DataRow) -> None:
-        self.bin.drop(count, Dropped(count.name, reason, row.where, shown(row)))
+        self.dropped_rows.drop(count, Dropped(count.name, reason, row.where, shown(row)))
 
 
 def _asked(talk: ParsedConversation) -> str:
