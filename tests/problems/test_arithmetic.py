@@ -17,6 +17,7 @@ from rstar2.config import CodeEnvConfig
 from rstar2.errors import DataError
 from rstar2.problems import arithmetic
 from rstar2.problems.arithmetic import KINDS, heldout, make_problems, sft_conversations
+from rstar2.problems.load import Split
 from rstar2.types import Conversation, Outcome
 
 
@@ -65,7 +66,7 @@ def test_both_numbers_stand_in_the_prompt_in_order() -> None:
 
 
 def test_no_pair_is_in_both_splits() -> None:
-    def pairs(split: arithmetic.Split) -> set[frozenset[int]]:
+    def pairs(split: Split) -> set[frozenset[int]]:
         return {frozenset((p.meta["a"], p.meta["b"])) for p in make_problems(split, 1200, seed=0)}
 
     assert not pairs("train") & pairs("heldout")
