@@ -21,7 +21,7 @@ help:  ## list the targets
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,adapters]'
 	touch $@
 
 install: $(INSTALLED)  ## create .venv with rstar2 and the development tools
