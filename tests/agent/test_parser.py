@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -162,6 +163,25 @@ def test_the_answer_is_the_last_box_of_the_last_answer(text: str, answer: str | 
 
 def test_nested_boxes_give_the_inner_one() -> None:
     assert boxed_content("\\boxed{\\boxed{4}}") == "4"
+
+
+@given(st.lists(st.sampled_from(["\\boxed{", "\\boxed", " {", "{", "}", "\\", "7"]), max_size=14))
+def test_boxes_are_matched_as_if_each_were_read_alone(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    contents = []
+    for box in re.finditer(r"\\boxed\s*\{", text):
+        depth, position = 1, box.end()
+        while position < len(text) and depth:
+            depth += {"{": 1, "}": -1}.get(text[position], 0)
+            position += 2 if text[position] == "\\" else 1
+        contents += [] if depth else [text[box.end() : position - 1].strip()]
+    assert boxed_content(text) == (contents[-1] if contents else None)
+
+
+def test_unclosed_boxes_are_read_in_one_pass() -> None:
+    """A quadratic scan of these texts would take hours."""
+    assert boxed_content("\\boxed{" * 200_000) is None
+    assert boxed_content("\\boxed{1}" + "\\boxed{" * 200_000) == "1"
 
 
 PIECES = st.sampled_from(

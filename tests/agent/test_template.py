@@ -1,4 +1,4 @@
-"""Prompts and continuations compared with transformers' own rendering, for five tokenizers."""
+"""Prompts and continuations compared with transformers' own rendering, for six tokenizers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_prompt_equals_transformers(
     expected = rendered(template, list(template.prompt_messages(PROBLEM)), generate=True)
     ids = list(template.prompt_ids(PROBLEM))
     assert ids[: len(expected)] == expected
-    assert template.decode(ids[len(expected) :]) == (REASON_OPEN if prefill else "")
+    opened = template._frames.before_reply + REASON_OPEN
+    assert template.decode(ids[len(expected) :]) == (opened if prefill else "")
 
 
 @settings(
@@ -111,7 +112,7 @@ def test_conversation_mask_covers_trained_assistant_turns_only(
     assert masked == [i for text in shown for i in template.encode_turn(text)]
 
 
-@pytest.mark.parametrize("family", ["tiny", "qwen"])
+@pytest.mark.parametrize("family", ["tiny", "qwen", "mistral", "inst"])
 def test_sft_starts_where_a_rollout_starts(family: str, make_template: MakeTemplate) -> None:
     template = make_template(family)
     reply = "<reason>\nEasy.</reason>\n<answer>\\boxed{42}</answer>"
@@ -123,6 +124,17 @@ def test_sft_starts_where_a_rollout_starts(family: str, make_template: MakeTempl
     assert ids[: len(prompt)] == prompt
     assert mask[: len(prompt)] == (0,) * len(prompt)
     assert template.decode(ids[len(prompt) :]).startswith(reply.removeprefix("<reason>"))
+
+
+def test_a_turn_keeps_the_spaces_that_its_template_writes(make_template: MakeTemplate) -> None:
+    """ "[/INST] reply </s>": the spaces are sampled, so they are in the turn and in its mask."""
+    template = make_template("inst", "none", "none", False)
+    ids = (*template.prompt_ids(PROBLEM), *template.encode_turn("Let me"))
+    assert template.decode(ids) == "<s>[INST] What is 6 times 7? [/INST] Let me </s>"
+    messages = (Message("user", PROBLEM.prompt), Message("assistant", "Let me"))
+    taught, mask = template.conversation_ids(Conversation("c", messages))
+    assert taught == ids
+    assert template.decode([i for i, m in zip(taught, mask, strict=True) if m]) == " Let me </s>"
 
 
 def test_tool_role_and_tool_calls_render_as_the_loop_writes_them(

@@ -66,7 +66,12 @@ async def small_run(recipe: Recipe, run: RunDirectory, view: ProgressView) -> No
 def wrong_recipes(tmp_path: Path, port: int) -> list[tuple[list[str], str]]:
     (tmp_path / "bad.yaml").write_text("extends: tiny\nrl:\n  roc:\n    drawm: 4\n")
     (tmp_path / "file").touch()
+    row = '{"prompt": "q", "answer": "x+1", "grader": "%s"}\n'
+    (tmp_path / "grader.jsonl").write_text((row % "math") * 48 + row % "exact")
+    (tmp_path / "truth.jsonl").write_text(row % "integer")
     return [
+        (["tiny", "--set", "rl.problems=grader.jsonl"], "grader = 'exact' is unknown"),
+        (["tiny", "--set", "evaluation.problems=truth.jsonl"], "truth.jsonl:1: problem 1: answer"),
         (["bad.yaml"], "bad.yaml:4: rl.roc.drawm is not a setting: did you mean rl.roc.drawn?"),
         (["tiny", "--set", "rl.stages.stage3.max_length=9999"], "longer than model.max_length"),
         (["tiny", "--set", "model.path=/no/such/model"], "no such directory"),

@@ -35,6 +35,11 @@ def test_jsonl(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (
+            '{"id": "a", "prompt": "q", "answer": 1, "grader": "itneger"}',
+            r"p\.jsonl:1: problem a: grader",
+        ),
+        ('{"prompt": "q", "answer": "x+1", "grader": "integer"}', r"p\.jsonl:1: problem 1: answer"),
         ('{"prompt": "q", "answer": 1}\n{"prompt": "q"', r"p\.jsonl:2: "),
         ('{"prompt": "q", "answr": 1}', r"p\.jsonl:1: .*answr"),
         ('{"prompt": 3, "answer": 1}', r"p\.jsonl:1: .*prompt"),

@@ -9,7 +9,7 @@ import pytest
 
 from rstar2.codeenv.protocol import VerifyRequest, VerifyResult
 from rstar2.errors import CodeEnvError, DataError, DeadlineError
-from rstar2.reward.grade import GRADERS, MAX_ANSWER_CHARS, check_gold, grade, rejected_golds
+from rstar2.reward.grade import GRADERS, MAX_ANSWER_CHARS, check_gold, grade, judge, rejected_golds
 from rstar2.types import Failure, Problem, StopReason, Trajectory
 
 
@@ -48,7 +48,7 @@ def problem(answer: str, grader: str = "math") -> Problem:
         ("42", "42", "integer", 1.0),
         ("42.0", "42", "integer", 1.0),
         ("43", "42", "integer", 0.0),
-        ("6 \\cdot 7", "42", "integer", 0.0),
+        ("", "42", "integer", 0.0),
         ("1,000", "1000", "math", 1.0),
         ("41", "42", "math", 0.0),
         ("\\text{Evelyn}", "\\text{Evelyn}", "math", 1.0),
@@ -79,6 +79,32 @@ async def test_algebra_is_left_to_the_verifier(verdict: bool) -> None:
     (request,) = verifier.requests
     assert (request.function, request.deadline_s) == ("math", 1.5)
     assert request.arguments == {"answer": "\\frac{84}{2}", "truth": "42"}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["\\$42", "42\\%", "42^\\circ", "42\\text{ cm}", "x=42", "\\frac{84}{2}", "6 \\cdot 7"],
+)
+async def test_an_integer_in_another_notation_is_left_to_the_verifier(answer: str) -> None:
+    verifier = says(True)
+    graded = await grade(trajectory(answer), problem("42", "integer"), verifier, 1.0)
+    assert graded.reward is not None
+    assert (graded.reward.value, graded.reward.grader) == (1.0, "integer")
+    (request,) = verifier.requests
+    assert request.function == "math"
+    assert request.arguments == {"answer": answer, "truth": "42"}
+
+
+async def test_the_verifier_reads_an_integer_truth_without_separators() -> None:
+    verifier = says(True)
+    await grade(trajectory("\\$1000"), problem("1,000", "integer"), verifier, 1.0)
+    assert verifier.requests[0].arguments["truth"] == "1000"
+
+
+@pytest.mark.parametrize(("answer", "value"), [("42", 1.0), ("41", 0.0), ("x", 1.0)])
+async def test_a_verdict_is_a_number(answer: str, value: float) -> None:
+    judged = await judge(answer, problem("42"), says(True), 1.0, id="t")
+    assert (type(judged), judged) == (float, value)
 
 
 async def test_the_id_of_a_check_covers_what_is_checked() -> None:
@@ -157,6 +183,22 @@ async def test_a_silent_verifier_is_not_waited_for(monkeypatch: pytest.MonkeyPat
 def test_problems_that_no_answer_satisfies_are_refused(answer: str, grader: str) -> None:
     with pytest.raises(DataError, match="problem p"):
         check_gold(problem(answer, grader))
+
+
+def test_a_refused_gold_names_place_field_and_way_out() -> None:
+    with pytest.raises(DataError) as unknown:
+        check_gold(problem("42", "itneger"), "p.jsonl:7")
+    assert str(unknown.value) == (
+        "p.jsonl:7: problem p: grader = 'itneger' is unknown: did you mean 'integer'? "
+        "The graders are choice, integer, math"
+    )
+    with pytest.raises(DataError) as unreadable:
+        check_gold(problem("\\pi", "integer"), "p.jsonl:7")
+    assert str(unreadable.value) == (
+        "p.jsonl:7: problem p: answer = '\\\\pi' cannot be checked by grader = 'integer', which "
+        "expects an integer literal such as 42: correct the answer, choose another grader "
+        "(choice, integer, math) or remove the problem"
+    )
 
 
 def test_good_golds_pass() -> None:

@@ -31,6 +31,10 @@ async def test_answers_are_graded_and_an_endless_one_is_survived() -> None:
         assert right.reward is not None
         assert wrong.reward is not None
         assert (right.reward.value, wrong.reward.value) == (1.0, 0.0)
+        integer = Problem("i", "?", "42", "integer")
+        for text in ("\\$42", "42\\%", "42^\\circ", "42\\text{ cm}", "x=42", "\\frac{84}{2}"):
+            assert (await grade(answered(text), integer, client, 60.0)).correct, text
+        assert not (await grade(answered("x=43"), integer, client, 60.0)).correct
         endless = await grade(answered(ENDLESS), TRUTH, client, 5.0)
         assert endless.reward is None
         assert endless.failure is not None

@@ -36,6 +36,8 @@ ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
 _SHAPE = f'{{"name": "{TOOL_NAME}", "arguments": {{"code": "...", "input": ""}}}}'
 _DECODER = json.JSONDecoder()
 _BOXED = re.compile(r"\\boxed\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+"""A brace, or an escaped character, which may be a brace that does not count."""
 _SPACE = re.compile(r"\s*")
 
 
@@ -60,12 +62,15 @@ class _Refused(Exception):
 def parse_turn(text: str, *, turn_id: str, max_calls: int) -> ParsedTurn:
     """Read every tool call of a turn, in order, and count its answer tags."""
     calls: list[ToolCall] = []
-    position = 0
+    position = seen = 0
+    in_answer = False
     while len(calls) < max_calls and (start := text.find(CALL_OPEN, position)) >= 0:
         body = start + len(CALL_OPEN)
+        in_answer = _inside_answer(text, seen, start, in_answer)
+        seen = start
         position, payload, refused = _scan(text, body)
         raw = text[body:position].removesuffix(CALL_CLOSE).strip()
-        if refused is None and _inside_answer(text, start):
+        if refused is None and in_answer:
             refused = _Refused(
                 Outcome.BAD_ARGUMENTS,
                 "A tool call inside <answer> is not executed. Call the tool before you answer.",
@@ -107,31 +112,27 @@ def answer_of(text: str) -> str | None:
 
 
 def boxed_content(text: str) -> str | None:
-    """Content of the last \\boxed{} whose braces close; nested braces are kept."""
-    for match in reversed(list(_BOXED.finditer(text))):
-        end = _closing_brace(text, match.end())
-        if end is not None:
-            return text[match.end() : end].strip()
-    return None
+    """Content of the last \\boxed{} whose braces close; nested braces are kept.
+
+    One pass over the text, so that thousands of unclosed boxes cost no more than their length.
+    """
+    boxes = {match.end() for match in _BOXED.finditer(text)}
+    opened: list[int] = []
+    """Where the content of each open brace starts."""
+    last = (-1, -1)
+    for match in _BRACE.finditer(text):
+        if match[0] == "{":
+            opened.append(match.end())
+        elif match[0] == "}" and opened and (start := opened.pop()) in boxes:
+            last = max(last, (start, match.start()))
+    return text[slice(*last)].strip() if last[0] >= 0 else None
 
 
-def _closing_brace(text: str, position: int) -> int | None:
-    """Index of the brace that closes the one before `position`; escaped braces do not count."""
-    depth = 1
-    while position < len(text):
-        char = text[position]
-        if char == "\\":
-            position += 2
-            continue
-        depth += (char == "{") - (char == "}")
-        if depth == 0:
-            return position
-        position += 1
-    return None
-
-
-def _inside_answer(text: str, position: int) -> bool:
-    return text.rfind(ANSWER_OPEN, 0, position) > text.rfind(ANSWER_CLOSE, 0, position)
+def _inside_answer(text: str, start: int, end: int, before: bool) -> bool:
+    """Whether an answer is open at `end`, given whether one was at `start`."""
+    opened = text.rfind(ANSWER_OPEN, start, end)
+    closed = text.rfind(ANSWER_CLOSE, start, end)
+    return before if opened == closed else opened > closed
 
 
 def _scan(text: str, body: int) -> tuple[int, Any, _Refused | None]:
@@ -163,11 +164,10 @@ def _space(text: str, position: int) -> int:
 
 def _resume(text: str, position: int) -> tuple[int, bool]:
     """Where a broken call ends: its closing tag, else the next opening one, else the text's end."""
-    close = text.find(CALL_CLOSE, position)
     reopen = text.find(CALL_OPEN, position)
-    if close >= 0 and (reopen < 0 or close < reopen):
-        return close + len(CALL_CLOSE), True
-    return (reopen if reopen >= 0 else len(text)), False
+    end = reopen if reopen >= 0 else len(text)
+    close = text.find(CALL_CLOSE, position, end)
+    return (close + len(CALL_CLOSE), True) if close >= 0 else (end, False)
 
 
 def _explain(error: json.JSONDecodeError, raw: str, start: int, closed: bool) -> str:

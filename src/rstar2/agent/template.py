@@ -68,6 +68,11 @@ class _Frames:
     between: str
     """From the end-of-turn token to the content of the next user message."""
     after_response: str
+    before_reply: str
+    """What follows the header of a turn before its content, such as the space in "[/INST] reply".
+    It belongs to the turn: a rollout samples it."""
+    after_reply: str
+    """From the content of a turn to its end-of-turn token."""
 
 
 class Template:
@@ -118,8 +123,8 @@ class Template:
     def prompt_ids(self, problem: Problem) -> tuple[int, ...]:
         """The prompt with the header of the first turn and, if configured, the open `<reason>`."""
         user = self.prompt_messages(problem)[-1].content
-        prefill = REASON_OPEN if self.config.prefill_reason else ""
         frames = self._frames
+        prefill = frames.before_reply + REASON_OPEN if self.config.prefill_reason else ""
         return self.encode(f"{frames.before_user}{user}{frames.after_user}{prefill}")
 
     # ----------------------------------------------------------------- continuations
@@ -209,14 +214,16 @@ class Template:
             ids.extend(piece)
             mask.extend([mark] * len(piece))
 
-        end = self._frames.end_of_turn
+        end, lead = self._frames.end_of_turn, self._frames.before_reply
         for index, content in enumerate(contents, start=1):
             before, text = _split(text, _marker(index))
             if index == 1 and self.config.prefill_reason and content.startswith(REASON_OPEN):
                 before, content = before + REASON_OPEN, content.removeprefix(REASON_OPEN)
+            elif before.endswith(lead):
+                before, content = before.removesuffix(lead), lead + content
             gap, text = _split(text, end)
             append(self._encode_after_end(before) if ids else self.encode(before), 0)
-            append(self.encode_turn(content + gap), int(trained[index - 1]))
+            append(self._encode_reply(content + gap), int(trained[index - 1]))
         append(self._encode_after_end(text) if ids else self.encode(text), 0)
         return tuple(ids), tuple(mask)
 
@@ -227,7 +234,10 @@ class Template:
         return tuple(self._backend.encode(text, add_special_tokens=False).ids)
 
     def encode_turn(self, text: str) -> tuple[int, ...]:
-        """An assistant turn as the tokenizer encodes it, with its end-of-turn token."""
+        """An assistant turn as transformers renders it, with its end-of-turn token."""
+        return self._encode_reply(self._frames.before_reply + text + self._frames.after_reply)
+
+    def _encode_reply(self, text: str) -> tuple[int, ...]:
         # Some tokenizers add a space before the first word of a text; a turn is not its beginning.
         ids = self._encode_after_end(text) if self._spaced else self.encode(text)
         return (*ids, self._end_id)
@@ -305,11 +315,21 @@ class Template:
         before, after = _split(prompt, user)
         turns = (*opening, Message("assistant", reply), Message("user", response))
         whole = self._render(turns, self.tools, add_generation_prompt=True)
-        between, after_response = _split(_split(whole, reply)[1], response)
+        header, rest = _split(whole, reply)
+        lead = header.removeprefix(prompt) if header.startswith(prompt) else ""
+        between, after_response = _split(rest, response)
         end = self._specials.search(between)
         if end is None:
             raise UserError("the chat template ends no assistant turn with a special token")
-        return _Frames(before, after, end[0], between[end.end() :], after_response)
+        return _Frames(
+            before_user=before,
+            after_user=after,
+            end_of_turn=end[0],
+            between=between[end.end() :],
+            after_response=after_response,
+            before_reply=lead,
+            after_reply=between[: end.start()],
+        )
 
     def _single_id(self, token: str) -> int:
         ids = self.encode(token)

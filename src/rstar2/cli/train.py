@@ -135,9 +135,18 @@ def show(loaded: LoadedRecipe, run: Path | None) -> None:
     """Print the resolved recipe, then why it could not start on this machine, if so."""
     typer.echo(render_recipe(loaded), nl=False)
     try:
-        preflight(loaded.recipe, run or default_directory(loaded.recipe))
+        check_start(loaded.recipe, run or default_directory(loaded.recipe))
     except UserError as error:
         typer.echo(f"note: this recipe could not start here: {error}", err=True)
+
+
+def check_start(recipe: Recipe, path: Path) -> None:
+    """Raise UserError for whatever would make the run fail: machine, problems, trackers."""
+    from rstar2.problems.load import check_problems
+
+    preflight(recipe, path)
+    check_problems(recipe)
+    check_trackers(recipe)
 
 
 def execute(
@@ -156,8 +165,7 @@ def execute(
         console.print(f"[bold]{path}[/] is already finished; --fresh starts it again")
         conclude(path, json=json)
         return
-    preflight(recipe, path)
-    check_trackers(recipe)
+    check_start(recipe, path)
     with RunDirectory.create_or_resume(path, recipe, fresh=fresh) as directory:
         if directory.resumed:
             console.print(f"resuming the run in [bold]{path}[/]")

@@ -3,7 +3,8 @@
     {"id": "7", "prompt": "What is 6 * 7?", "answer": "42", "kind": "product"}
 
 `id` defaults to the line number, and `answer` may be a number. Every other field of types.Problem
-is optional. An invalid line is a DataError that names file, line and field.
+is optional. An invalid line is a DataError that names file, line and field; so is a problem that no
+answer can satisfy (an unknown grader, or a truth that its grader cannot read).
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from rstar2.config import Recipe
 from rstar2.errors import DataError
 from rstar2.problems.overlap import HashTable, text_hash
+from rstar2.reward.grade import check_gold
 from rstar2.seeds import derive_seed
 from rstar2.types import Problem
 
@@ -50,8 +53,16 @@ def load_problems(
     return problems if count is None else problems[:count]
 
 
+def check_problems(recipe: Recipe) -> None:
+    """Read the problem files of a recipe, so that an invalid problem is an error before a run."""
+    names = {recipe.evaluation.problems} | ({recipe.rl.problems} if recipe.rl.stages else set())
+    for name in sorted(names - {ARITHMETIC}):
+        for _ in read_jsonl(Path(name)):
+            pass
+
+
 def read_jsonl(path: Path) -> Iterator[Problem]:
-    """Stream a JSONL file of problems; ids must be unique."""
+    """Stream a JSONL file of problems; ids must be unique and every answer readable."""
     try:
         file = path.open("rb")
     except OSError as error:
@@ -65,6 +76,7 @@ def read_jsonl(path: Path) -> Iterator[Problem]:
             if not line.strip():
                 continue
             problem = _parse(line, f"{path}:{number}", number)
+            check_gold(problem, f"{path}:{number}")
             if (first := seen.first(text_hash(problem.id), number)) != number:
                 raise DataError(f"{path}:{number}: id {problem.id!r} is already on line {first}")
             yield problem

@@ -1,7 +1,9 @@
 """Trajectory -> Reward: 1 if the boxed content of its last <answer> equals the truth, else 0.
 
-There is no shaping and no partial credit. Integers and choices are compared in this process;
-mathematical equivalence runs in the code environment, which can stop it (`math_equal.py`).
+There is no shaping and no partial credit. Integer literals and choices are compared in this
+process; mathematical equivalence runs in the code environment, which can stop it
+(`math_equal.py`). The grader `integer` only requires that the truth is an integer: an answer in
+another notation (`\\$42`, `x = 42`, `\\frac{84}{2}`) is left to math-verify, as with `math`.
 Decisions that the paper leaves open:
 
 - no <answer>, or no \\boxed{} in it: reward 0;
@@ -18,6 +20,7 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Protocol
 
 from rstar2.codeenv.protocol import VerifyRequest, VerifyResult
@@ -53,12 +56,6 @@ def as_integer(text: str) -> str | None:
     return f"-{digits}" if match["sign"] == "-" and digits != "0" else digits
 
 
-def integer_equal(answer: str, truth: str) -> bool:
-    """Whether both are integer literals of the same value."""
-    left, right = as_integer(answer), as_integer(truth)
-    return left is not None and left == right
-
-
 def as_choice(text: str) -> str | None:
     """The letter of a multiple-choice answer: "C", "(c)", "\\text{C}." -> "C"."""
     bare = _TEXT.sub(r"\1", text.strip().strip("$")).strip()
@@ -89,12 +86,16 @@ class Grader:
     """(answer, truth) -> verdict without I/O; None: `function` decides."""
     readable: Callable[[str], object | None]
     """truth -> None if this grader cannot read it."""
+    expects: str
+    """What a truth must be, for messages."""
     function: str | None = None
     """Name in the code environment's table of trusted functions."""
 
 
-def _math_fast_path(answer: str, truth: str) -> bool | None:
-    """Decide what needs no algebra: equal texts and pairs of integers."""
+def _fast_path(answer: str, truth: str) -> bool | None:
+    """Decide what needs no algebra: empty answers, equal texts and pairs of integer literals."""
+    if not answer.strip():
+        return False
     if answer.strip() == truth.strip():
         return True
     left, right = as_integer(answer), as_integer(truth)
@@ -102,23 +103,37 @@ def _math_fast_path(answer: str, truth: str) -> bool | None:
 
 
 GRADERS = {
-    "integer": Grader(integer_equal, as_integer),
-    "choice": Grader(choice_equal, as_choice),
-    "math": Grader(_math_fast_path, lambda truth: truth.strip() or None, "math"),
+    "integer": Grader(_fast_path, as_integer, "an integer literal such as 42", "math"),
+    "choice": Grader(choice_equal, as_choice, "a letter from A to J"),
+    "math": Grader(_fast_path, lambda truth: truth.strip() or None, "LaTeX or plain text", "math"),
 }
 """`Problem.grader` is a key of this table."""
 
 
-def check_gold(problem: Problem) -> None:
-    """Refuse a problem that no answer can satisfy; called when problems are loaded."""
+def check_gold(problem: Problem, where: str = "") -> None:
+    """Refuse a problem that no answer can satisfy; called when problems are loaded.
+
+    `where` is the problem's place, such as `problems.jsonl:7`, for the message.
+    """
+    place = f"{where}: problem {problem.id}" if where else f"problem {problem.id}"
     grader = GRADERS.get(problem.grader)
     if grader is None:
-        known = ", ".join(sorted(GRADERS))
-        raise DataError(f"problem {problem.id}: unknown grader {problem.grader!r} (known: {known})")
-    if grader.readable(problem.answer) is None or len(problem.answer) > MAX_ANSWER_CHARS:
+        close = get_close_matches(problem.grader, GRADERS, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
         raise DataError(
-            f"problem {problem.id}: answer {problem.answer[:80]!r} cannot be checked by grader "
-            f"{problem.grader!r}"
+            f"{place}: grader = {problem.grader!r} is unknown: {hint}The graders are "
+            f"{', '.join(sorted(GRADERS))}"
+        )
+    if len(problem.answer) > MAX_ANSWER_CHARS:
+        raise DataError(
+            f"{place}: answer has {len(problem.answer)} characters, and longer ones than "
+            f"{MAX_ANSWER_CHARS} are never accepted: shorten it or remove the problem"
+        )
+    if grader.readable(problem.answer) is None:
+        raise DataError(
+            f"{place}: answer = {problem.answer[:80]!r} cannot be checked by grader = "
+            f"{problem.grader!r}, which expects {grader.expects}: correct the answer, choose "
+            f"another grader ({', '.join(sorted(GRADERS))}) or remove the problem"
         )
 
 
@@ -129,7 +144,7 @@ async def rejected_golds(
 
     async def check(problem: Problem) -> str | None:
         grader = GRADERS[problem.grader]
-        if grader.function is None:
+        if grader.function is None or grader.readable is as_integer:
             return None if grader.in_process(problem.answer, problem.answer) else "not accepted"
         verdict = await _verify(
             f"gold/{problem.id}", grader.function, problem.answer, problem.answer, verifier,
@@ -151,29 +166,30 @@ async def grade(
     if trajectory.stop.infrastructure:
         return trajectory
     started = time.perf_counter()
-    verdict: bool | Failure = False
+    value: float | Failure = 0.0
     answer = trajectory.answer
     if answer is not None and trajectory.stop is not StopReason.MAX_LENGTH:
-        verdict = await judge(answer, problem, verifier, deadline_s, id=trajectory.id)
-    if isinstance(verdict, Failure):
-        return replace(trajectory, reward=None, failure=verdict)
-    reward = Reward(float(verdict), answer, problem.grader, time.perf_counter() - started)
+        value = await judge(answer, problem, verifier, deadline_s, id=trajectory.id)
+    if isinstance(value, Failure):
+        return replace(trajectory, reward=None, failure=value)
+    reward = Reward(value, answer, problem.grader, time.perf_counter() - started)
     return replace(trajectory, reward=reward, failure=None)
 
 
 async def judge(
     answer: str, problem: Problem, verifier: Verifier, deadline_s: float, *, id: str
-) -> bool | Failure:
-    """Whether one answer is right, or the Failure of the grader."""
+) -> float | Failure:
+    """The reward of one answer (1.0 if it is right, else 0.0), or the Failure of the grader."""
     grader = GRADERS.get(problem.grader)
     if grader is None:
         return Failure("grader_unknown", f"there is no grader {problem.grader!r}")
     if len(answer) > MAX_ANSWER_CHARS:
-        return False
-    verdict = grader.in_process(answer, problem.answer)
-    if verdict is not None or grader.function is None:
-        return bool(verdict)
-    return await _verify(id, grader.function, answer, problem.answer, verifier, deadline_s)
+        return 0.0
+    verdict: bool | Failure | None = grader.in_process(answer, problem.answer)
+    if verdict is None and grader.function is not None:
+        truth = as_integer(problem.answer) or problem.answer  # "1,000" could be read as a pair
+        verdict = await _verify(id, grader.function, answer, truth, verifier, deadline_s)
+    return verdict if isinstance(verdict, Failure) else float(bool(verdict))
 
 
 async def _verify(
