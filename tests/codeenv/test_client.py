@@ -215,6 +215,28 @@ async def test_sessions_stay_with_their_server(serve: Any) -> None:
             await run(client, "late", "echo 1", session="s")
 
 
+async def test_a_session_object_makes_its_own_ids_and_closes_once(serve: Any) -> None:
+    async with serve() as server, await connect(server) as client:
+        async with await client.open(ttl_s=20) as session, await session.branch() as branch:
+            results = [await session.run("echo 1"), await session.run("echo 1")]
+            results.append(await branch.run("echo 2", call_id="mine"))
+            assert [result.stdout for result in results] == ["1", "1", "2"]
+            assert results[2].call_id == "mine"
+            assert set(server.executor.sessions) == {session.id, branch.id}
+            await branch.close()
+        assert not server.executor.sessions
+
+
+@pytest.mark.parametrize("name", ["a/b", "x" * 257, "", "..", "a b", "é"])
+async def test_a_session_id_that_fits_no_url_is_refused(serve: Any, name: str) -> None:
+    async with serve() as server, await connect(server) as client:
+        with pytest.raises(UserError, match="session id"):
+            await client.open(name)
+        async with await client.open() as session:
+            with pytest.raises(UserError, match="session id"):
+                await session.branch(name)
+
+
 async def test_a_session_lost_with_its_server_is_infrastructure(serve: Any) -> None:
     async with serve() as one, await connect(one) as client:
         await client.open_session("s")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, cast
 
@@ -179,6 +180,8 @@ class ServerReady(msgspec.Struct, frozen=True, omit_defaults=True):
     message: str = ""
 
 
+_SESSION_ID = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._:-]{{0,{MAX_ID_CHARS - 1}}}")
+
 S = TypeVar("S")
 
 _encoder = msgspec.json.Encoder()
@@ -225,7 +228,7 @@ def to_run(call: RunIn, cap: Limits) -> RunRequest:
     _check_size("stdin", call.stdin, MAX_STDIN_BYTES)
     _check_positive("deadline_s", call.deadline_s)
     if call.session is not None:
-        _check_id(call.session, "session")
+        check_session_id(call.session, "session")
     limits = _to_limits(call.limits, cap)
     return RunRequest(call.id, call.code, call.stdin, limits, call.session, call.deadline_s)
 
@@ -266,6 +269,18 @@ def _check_id(value: str, field: str = "id") -> None:
     if not 0 < len(value) <= MAX_ID_CHARS:
         raise Refusal(
             "invalid", f"{field}: must have 1 to {MAX_ID_CHARS} characters, has {len(value)}", field
+        )
+
+
+def check_session_id(value: str, field: str = "id") -> None:
+    """Refuse a session id that cannot be part of a URL."""
+    if not _SESSION_ID.fullmatch(value):
+        shown = value if len(value) <= 40 else f"{value[:40]}..."
+        raise Refusal(
+            "invalid",
+            f"{field}: {shown!r} ({len(value)} characters): a session id has 1 to {MAX_ID_CHARS} "
+            "letters, digits and . _ : - and starts with a letter or digit",
+            field,
         )
 
 

@@ -24,6 +24,7 @@ from rstar2.codeenv import deadlines, wire
 from rstar2.codeenv.client.dispatch import ClientStats, Dispatcher, PendingCall
 from rstar2.codeenv.client.endpoint import OwnedServer, ServerEndpoint
 from rstar2.codeenv.client.owned import LocalServer
+from rstar2.codeenv.client.session import CodeSession
 from rstar2.codeenv.protocol import (
     CallRequest,
     CallResult,
@@ -196,10 +197,16 @@ class CodeEnvClient:
 
     # ----------------------------------------------------------------- sessions
 
+    async def open(self, session: str | None = None, ttl_s: float | None = None) -> CodeSession:
+        """Open a session on the least busy server; see CodeSession for what it promises."""
+        return CodeSession(self, await self.open_session(session, ttl_s))
+
     async def open_session(
         self, session: str | None = None, ttl_s: float | None = None
     ) -> SessionInfo:
         """Open a session on the least busy server; its calls all go there."""
+        if session is not None:
+            wire.check_session_id(session)
         healthy = [endpoint for endpoint in self.endpoints if endpoint.healthy]
         if not healthy:
             raise CodeEnvError("no code environment is up: " + self.endpoints[0].error)
@@ -214,6 +221,8 @@ class CodeEnvClient:
     async def branch_session(self, session: str, branch: str | None = None) -> SessionInfo:
         """A new session with a copy of this one's state, on the same server."""
         endpoint, server_id = self._session(session)
+        if branch is not None:
+            wire.check_session_id(branch)
         if endpoint.health.server != server_id:
             raise CodeEnvError(f"session {session!r} was lost with its server")
         body = wire.BranchIn(branch or f"s-{uuid.uuid4().hex}")

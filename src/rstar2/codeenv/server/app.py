@@ -147,6 +147,8 @@ class CodeEnvApp:
 
     async def _open_session(self, body: Body) -> Any:
         asked = wire.read(body or b"{}", wire.SessionIn)
+        if asked.id is not None:
+            wire.check_session_id(asked.id)
         if asked.ttl_s is not None and not 0 < asked.ttl_s <= self.table.config.session_ttl_s:
             most = self.table.config.session_ttl_s
             raise Refusal(
@@ -156,6 +158,8 @@ class CodeEnvApp:
 
     async def _branch_session(self, session: str, body: Body) -> Any:
         asked = wire.read(body or b"{}", wire.BranchIn)
+        if asked.id is not None:
+            wire.check_session_id(asked.id)
         return await self.table.executor.branch_session(session, asked.id)
 
     async def _close_session(self, session: str) -> dict[str, str]:
