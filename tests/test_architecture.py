@@ -12,13 +12,13 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "rstar2"
 
 LAYERS = (
     {
-        *("types", "errors", "seeds", "environment", "malloc"),
+        *("types", "errors", "seeds", "machine", "malloc"),
         *("files", "child", "model_config"),
     },
     {"config", "record", "track"},
     {
-        *("agent", "codeenv", "engine", "entropy", "evaluate", "grpo", "learner"),
-        *("problems", "report", "reward", "rollout", "viewer"),
+        *("agent", "codeenv", "engine", "entropy", "environments", "evaluate", "grpo"),
+        *("learner", "problems", "report", "reward", "rollout", "viewer"),
     },
     {"pipeline", "cluster", "plan"},
     {"ablation"},

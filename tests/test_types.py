@@ -42,7 +42,7 @@ def turns(draw: st.DrawFn) -> Turn:
         sampled_ids=sampled,
         logprobs=tuple(draw(finite) for _ in sampled),
         versions=spans(sorted(versions)),
-        calls=(ToolCall("c", "tool", code=draw(st.text())),),
+        calls=(ToolCall("c", "tool", arguments={"code": draw(st.text())}),),
         results=(result,),
         response_ids=draw(ids),
         finish=draw(st.sampled_from(Finish)),
@@ -145,3 +145,18 @@ def test_spans_run_length_encode() -> None:
 def test_a_wrong_field_is_named() -> None:
     with pytest.raises(msgspec.ValidationError, match=r"outcome"):
         decode(b'{"call_id": "a", "outcome": "fine"}', ToolResult)
+
+
+def test_calls_of_version_0_2_keep_their_code() -> None:
+    """Version 0.2 recorded `code` and `stdin` instead of arguments, beside the call's text."""
+    raw = '{"name": "python", "arguments": {"code": "1", "input": "x"}}'
+    line = encode({"id": "c", "name": "python", "code": "1", "stdin": "x", "raw": raw})
+    call = decode(line, ToolCall)
+    assert call.arguments == {"code": "1", "input": "x"}
+    assert call.shown == "1"
+
+
+def test_a_call_is_shown_as_its_code_its_arguments_or_its_text() -> None:
+    assert ToolCall("c", "t", {"city": "Rome"}).shown == '{"city":"Rome"}'
+    assert ToolCall("c", "t", raw="{oops", error=Outcome.BAD_JSON).shown == "{oops"
+    assert ToolCall("c", "t").shown == ""

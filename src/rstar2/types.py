@@ -32,11 +32,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 T = TypeVar("T")
+
+Split = Literal["train", "heldout"]
+"""Problems to train on, and problems to evaluate on."""
 
 WeightVersion = int
 """Counts weight updates: 0 is the initial policy, every published update adds 1."""
@@ -113,16 +116,35 @@ class ToolCall:
     """One call as the parser reads it from the model's text.
 
     `error` is set if the text is not a valid call (bad JSON, unknown tool, bad arguments). Such a
-    call is never executed; its result has that outcome and `message`.
+    call is never executed; its result has that outcome and `message`, and it has no arguments.
     """
 
     id: str
     name: str
-    code: str = ""
-    stdin: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """A JSON object that the tool's schema accepts."""
     raw: str = ""
     error: Outcome | None = None
     message: str = ""
+
+    def __post_init__(self) -> None:
+        """Read the arguments of a record from version 0.2, which kept only `code` and `raw`."""
+        if self.arguments or self.error is not None or not self.raw.startswith("{"):
+            return
+        try:
+            arguments = msgspec.json.decode(self.raw, type=dict[str, Any]).get("arguments")
+        except msgspec.DecodeError:  # not the text of a call
+            return
+        if isinstance(arguments, dict):
+            object.__setattr__(self, "arguments", arguments)
+
+    @property
+    def shown(self) -> str:
+        """The call for people: its code if it has any, else its arguments or its text."""
+        code = self.arguments.get("code")
+        if isinstance(code, str):
+            return code
+        return encode(self.arguments).decode() if self.arguments else self.raw
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,15 +255,17 @@ class StopReason(StrEnum):
     """Why a rollout ended; every admitted rollout has exactly one."""
 
     ANSWERED = "answered"
-    """The model ended its turn without a tool call, with an answer tag."""
+    """The episode ended after a turn without a tool call, with an answer."""
     NO_ANSWER = "no_answer"
-    """The model ended its turn without a tool call and without an answer tag."""
+    """The episode ended after a turn without a tool call, without an answer."""
     MAX_TURNS = "max_turns"
     MAX_LENGTH = "max_length"
     INVALID_CALLS = "invalid_calls"
     """Too many calls in a row that could not be executed at all."""
     ENGINE_FAILED = "engine_failed"
     TOOL_FAILED = "tool_failed"
+    ENVIRONMENT_FAILED = "environment_failed"
+    """The environment could not open the episode or reply to a turn."""
     CANCELLED = "cancelled"
 
     @property
@@ -250,6 +274,7 @@ class StopReason(StrEnum):
         return self in (
             StopReason.ENGINE_FAILED,
             StopReason.TOOL_FAILED,
+            StopReason.ENVIRONMENT_FAILED,
             StopReason.CANCELLED,
         )
 
@@ -264,7 +289,12 @@ class Turn:
     calls: tuple[ToolCall, ...] = ()
     results: tuple[ToolResult, ...] = ()
     response_ids: tuple[int, ...] = ()
-    """Tool response plus the header of the next assistant turn; masked out everywhere."""
+    """Tool response or the environment's reply, plus the header of the next assistant turn; masked
+    out everywhere."""
+    text: str = ""
+    """Decoded text of the sampled ids, without the token that stopped the turn."""
+    reply: tuple[Message, ...] = ()
+    """The environment's reply to a turn without a call; empty if the episode ended."""
     entropies: tuple[float, ...] | None = None
     finish: Finish = Finish.STOP
     engine: str = ""
@@ -280,12 +310,13 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A verified reward, 1.0 or 0.0, with the answer that was graded."""
+    """The worth of a finished episode, any finite number, with the answer that was graded."""
 
     value: float
-    answer: str | None
-    """Content of the last \\boxed{} in the last <answer>; None if there was none."""
-    grader: str
+    answer: str | None = None
+    """None if the model gave no answer."""
+    grader: str = ""
+    """The name of what decided."""
     wall_s: float = 0.0
 
 
@@ -309,10 +340,13 @@ class Trajectory:
     turns: tuple[Turn, ...]
     stop: StopReason
     answer_tags: int = 0
+    """How often the model answered, as its environment counts (such as <answer> tags)."""
+    format_penalty: float = 0.0
+    """RoC's p_format, as its environment defines it."""
     text: str = ""
     """Decoded completion (turns and tool responses), for people; never read by policies."""
     answer: str | None = None
-    """Content of the last \\boxed{} in the last <answer> of sampled text; this is graded."""
+    """The answer that is graded, as its environment reads it from the sampled text."""
     reward: Reward | None = None
     failure: Failure | None = None
     started_at: float = 0.0
@@ -369,6 +403,10 @@ class Trajectory:
     @property
     def truncated(self) -> bool:
         return self.stop is StopReason.MAX_LENGTH
+
+    @property
+    def unanswered(self) -> bool:
+        return self.answer_tags == 0
 
     @property
     def correct(self) -> bool:

@@ -45,7 +45,7 @@ def call(code: str) -> str:
 
 
 def plain_call(call_id: str) -> ToolCall:
-    return ToolCall(id=call_id, name=TOOL_NAME, code="1")
+    return ToolCall(id=call_id, name=TOOL_NAME, arguments={"code": "1"})
 
 
 async def roll(

@@ -36,17 +36,18 @@ def only(text: str) -> ToolCall:
 def test_a_call_is_read_with_code_and_input() -> None:
     code = 'x = input()\nprint(f"{x}\\n")'
     call = only("Let me see.\n" + wrap(written(code, input="5\n")))
-    assert (call.code, call.stdin, call.error, call.name) == (code, "5\n", None, TOOL_NAME)
+    assert call.arguments == {"code": code, "input": "5\n"}
+    assert (call.error, call.name) == (None, TOOL_NAME)
 
 
 def test_input_may_be_left_out() -> None:
-    assert only(wrap(written())).stdin == ""
+    assert "input" not in only(wrap(written())).arguments
 
 
 def test_calls_keep_their_order_and_have_their_own_ids() -> None:
     text = "a".join(wrap(written(f"print({i})")) for i in range(3))
     calls = parse_turn(text, turn_id="7.3/0", max_calls=4).calls
-    assert [call.code for call in calls] == ["print(0)", "print(1)", "print(2)"]
+    assert [call.shown for call in calls] == ["print(0)", "print(1)", "print(2)"]
     assert len({call.id for call in calls}) == 3
     assert all(call.id.startswith("7.3/0.") for call in calls)
 
@@ -64,7 +65,7 @@ def test_calls_beyond_the_limit_share_one_refusal() -> None:
 
 
 def test_a_closing_tag_inside_the_code_does_not_end_the_call() -> None:
-    assert only(wrap(written("print('</tool_call>')"))).code == "print('</tool_call>')"
+    assert only(wrap(written("print('</tool_call>')"))).shown == "print('</tool_call>')"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_what_is_no_call_says_why(body: str, outcome: Outcome, hint: str) -> Non
     call = only(wrap(body))
     assert call.error is outcome
     assert hint in call.message
-    assert call.code == ""
+    assert call.arguments == {}
     assert decode(encode(call), ToolCall) == call
 
 
@@ -116,8 +117,8 @@ def test_an_unclosed_call_is_refused() -> None:
 def test_a_broken_call_does_not_swallow_the_next() -> None:
     text = f"<tool_call>\n{{oops\n{wrap(written('print(2)'))}"
     calls = parse_turn(text, turn_id="t", max_calls=4).calls
-    assert [(call.error, call.code) for call in calls] == [
-        (Outcome.BAD_JSON, ""),
+    assert [(call.error, call.arguments.get("code")) for call in calls] == [
+        (Outcome.BAD_JSON, None),
         (None, "print(2)"),
     ]
 
@@ -204,7 +205,7 @@ def test_no_text_can_raise(text: str, max_calls: int) -> None:
     for call in parsed.calls:
         assert decode(encode(call), ToolCall) == call
         if call.error is None:
-            assert call.code.strip()
+            assert call.shown.strip()
             assert call.raw in text
         else:
             assert call.error.failed
@@ -238,6 +239,6 @@ def test_no_json_can_raise(code: object, name: str, extra: object, whole: object
 def test_any_program_travels_unchanged(code: str, stdin: str) -> None:
     call = only(wrap(written(code, input=stdin)))
     if code.strip():
-        assert (call.code, call.stdin) == (code, stdin)
+        assert call.arguments == {"code": code, "input": stdin}
     else:
         assert call.error is Outcome.BAD_ARGUMENTS

@@ -40,7 +40,9 @@ def rendered(template: Template, messages: list[Message], *, generate: bool = Fa
 
 
 def call(index: int = 0) -> ToolCall:
-    return ToolCall(id=f"t/{index}", name="execute_python_code_with_standard_io", code="1")
+    return ToolCall(
+        id=f"t/{index}", name="execute_python_code_with_standard_io", arguments={"code": "1"}
+    )
 
 
 def ok(index: int, stdout: str) -> ToolResult:

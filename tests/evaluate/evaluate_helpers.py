@@ -24,7 +24,7 @@ def given(
     id: str, sample: int, value: str | None, *, correct: bool, outcomes: tuple[Outcome, ...] = ()
 ) -> GradedAnswer:
     """An answer with one turn."""
-    calls = tuple(ToolCall(str(i), "python", code="print(1)") for i in range(len(outcomes)))
+    calls = tuple(ToolCall(str(i), "python", {"code": "print(1)"}) for i in range(len(outcomes)))
     results = tuple(ToolResult(str(i), o) for i, o in enumerate(outcomes))
     turn = Turn((5, 6), (-1.0, -1.0), ((0, 2),), calls, results, response_ids=(7,))
     trajectory = Trajectory(

@@ -15,7 +15,7 @@ def test_every_turn_is_what_the_parser_reads() -> None:
         for text in calls:
             (call,) = parse_turn(text, turn_id="t", max_calls=4).calls
             assert call.error is None
-            assert call.code
+            assert call.shown
         outputs = [m.content for m in conversation.messages if m.role == "tool"]
         assert len(outputs) == len(calls)
         assert answer_of(answer) == outputs[-1]

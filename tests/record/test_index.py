@@ -31,7 +31,7 @@ RECIPE = Recipe(name="test", rl=RlConfig(stages=STAGES))
 
 
 def group(name: str, step: int) -> Group:
-    call, result = ToolCall("c", "python", code="1/0"), ToolResult("c", Outcome.EXCEPTION)
+    call, result = ToolCall("c", "python", {"code": "1/0"}), ToolResult("c", Outcome.EXCEPTION)
     first = Turn(
         (4, 5), (-0.1, -0.2), ((1, 2),), (call,), (result,), (7, 8, 9),
         entropies=(0.25, 0.75), engine="e0", queue_s=0.5, generate_s=1.25, tools_s=0.125,

@@ -49,7 +49,7 @@ def rollout(
 ) -> Trajectory:
     """One attempt: a call that works or fails, then an answer."""
     code = "print(math.gcd(12, 18))" if not clean else "import math\nprint(math.gcd(12, 18))"
-    call = ToolCall(id="c", name="python", code=code, raw="{...}")
+    call = ToolCall(id="c", name="python", arguments={"code": code}, raw="{...}")
     result = ToolResult("c", Outcome.OK, stdout="6\n")
     if not clean:
         trace = "  line 1: print(math.gcd(12, 18))\nNameError: name 'math' is not defined"

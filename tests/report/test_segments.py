@@ -15,7 +15,7 @@ def trajectory(text: str, *turns: tuple[tuple[ToolCall, ToolResult], ...]) -> Tr
 
 
 def pair(code: str, result: ToolResult) -> tuple[ToolCall, ToolResult]:
-    return ToolCall(result.call_id, "python", code=code), result
+    return ToolCall(result.call_id, "python", {"code": code}), result
 
 
 OK = ToolResult("a", Outcome.OK, stdout="42\n")

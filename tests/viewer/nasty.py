@@ -43,7 +43,7 @@ def rollout(
         f'think {member}</reason>\n<tool_call>\n{{"code": "{code}"}}\n</tool_call>\n'
         f"<tool_response>\n{output}\n</tool_response>\n<reason>so</reason><answer>\\boxed{{4}}</answer>"
     )
-    call = ToolCall(f"{group}/{member}/c", "python", code=text or code)
+    call = ToolCall(f"{group}/{member}/c", "python", {"code": text or code})
     result = ToolResult(
         call.id, outcome, stdout=output, traceback="" if member % 2 == 0 else output
     )

@@ -31,7 +31,7 @@ def everything(run: ViewedRun) -> dict[str, Trajectory]:
 
 
 def said(trajectory: Trajectory) -> str:
-    codes = [call.code for turn in trajectory.turns for call in turn.calls]
+    codes = [call.shown for turn in trajectory.turns for call in turn.calls]
     return "\n".join([trajectory.text, *codes]).casefold()
 
 

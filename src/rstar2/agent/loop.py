@@ -150,7 +150,8 @@ class CallRunner:
 
     async def _execute(self, call: ToolCall) -> ToolResult:
         deadline = self.agent.tool_deadline_s
-        request = RunRequest(call.id, call.code, stdin=call.stdin, deadline_s=deadline)
+        code, stdin = call.arguments["code"], call.arguments.get("input", "")
+        request = RunRequest(call.id, code, stdin=stdin, deadline_s=deadline)
         try:
             async with asyncio.timeout(deadline + GRACE_S):
                 result = await self.tools.run(request)

@@ -194,18 +194,18 @@ def _call_id(turn_id: str, index: int, raw: str) -> str:
 def _call(call_id: str, raw: str, payload: Any, refused: _Refused | None) -> ToolCall:
     if refused is None:
         try:
-            code, stdin = _arguments(payload)
+            arguments = _arguments(payload)
         except _Refused as error:
             refused = error
         else:
-            return ToolCall(id=call_id, name=TOOL_NAME, code=code, stdin=stdin, raw=raw)
+            return ToolCall(id=call_id, name=TOOL_NAME, arguments=arguments, raw=raw)
     return ToolCall(
         id=call_id, name=refused.name, raw=raw, error=refused.outcome, message=refused.message
     )
 
 
-def _arguments(payload: Any) -> tuple[str, str]:
-    """Check a decoded call against the tool's signature; returns (code, stdin)."""
+def _arguments(payload: Any) -> dict[str, Any]:
+    """Check a decoded call against the tool's signature; returns its arguments."""
     if not isinstance(payload, dict):
         raise _bad_json(f"expected a JSON object, got {_kind(payload)}.")
     name = payload.get("name")
@@ -229,7 +229,7 @@ def _arguments(payload: Any) -> tuple[str, str]:
             raise _bad_arguments(f'"{key}" holds a lone surrogate (\\ud800-\\udfff).')
     if not code.strip():
         raise _bad_arguments('"code" is empty.')
-    return code, stdin
+    return arguments
 
 
 def _bad_arguments(reason: str) -> _Refused:

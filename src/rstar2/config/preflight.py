@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from rstar2 import environment
+from rstar2 import machine
 from rstar2.config.schema import Recipe
 from rstar2.errors import RecipeError, UserError
 from rstar2.model_config import (
@@ -55,7 +55,7 @@ def preflight(recipe: Recipe, run: Path) -> None:
         check_data(path, name, recipe)
     size = check_model(recipe)
     if size is not None and recipe.engine.kind == "embedded":
-        check_memory(recipe, size, environment.available_memory())
+        check_memory(recipe, size, machine.available_memory())
 
 
 def check_supported(recipe: Recipe) -> None:

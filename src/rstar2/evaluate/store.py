@@ -25,7 +25,7 @@ from typing import Any, Self
 
 import msgspec
 
-from rstar2 import environment
+from rstar2 import machine
 from rstar2.errors import InvariantError, UserError
 from rstar2.evaluate.benchmarks import Benchmark
 from rstar2.evaluate.scores import BenchmarkScore, GradedAnswer
@@ -95,7 +95,7 @@ class EvalDirectory:
             else:
                 for benchmark in benchmarks:
                     _write_problems(path, benchmark)
-                write_file(path / "environment.json", encode(environment.describe()))
+                write_file(path / "environment.json", encode(machine.describe()))
             write_file(path / SETTINGS, encode(settings))
         except BaseException:
             lock.release()

@@ -13,7 +13,7 @@ from typing import Any, Self
 import msgspec
 import yaml
 
-from rstar2 import environment
+from rstar2 import machine
 from rstar2.config import Recipe
 from rstar2.errors import InfrastructureError, InvariantError, RecipeError, UserError
 from rstar2.files import write_file
@@ -102,14 +102,14 @@ class RunDirectory:
             if resumed:
                 _check_same_run(path, recipe)
             else:
-                about = {"schema": SCHEMA, "seed": recipe.seed, **environment.describe()}
+                about = {"schema": SCHEMA, "seed": recipe.seed, **machine.describe()}
                 write_file(path / "environment.json", msgspec.json.format(encode(about)))
             write_file(path / "recipe.yaml", dump_recipe(recipe).encode())
             run = cls(path, recipe, lock, resumed=resumed)
         except BaseException:
             lock.release()
             raise
-        run.event("resumed" if resumed else "started", environment=environment.describe())
+        run.event("resumed" if resumed else "started", environment=machine.describe())
         return run
 
     def __enter__(self) -> Self:

@@ -9,7 +9,11 @@ a reader checks an entry against the file, and makes missing entries from the li
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+
+from rstar2.types import ToolCall
 
 PROMPT_CHARS = 160
 
@@ -71,9 +75,15 @@ class GroupEntry(msgspec.Struct, frozen=True, gc=False):
 
 
 class PartialCall(msgspec.Struct, gc=False):
-    """The code of a recorded tool call."""
+    """The arguments of a recorded tool call; version 0.2 recorded only `code`."""
 
     code: str = ""
+    arguments: dict[str, Any] = {}
+
+    @property
+    def shown(self) -> str:
+        """The call for people, as `ToolCall.shown`."""
+        return self.code or ToolCall("", "", self.arguments).shown
 
 
 class PartialResult(msgspec.Struct, gc=False):

@@ -48,7 +48,7 @@ def segments(trajectory: Trajectory) -> list[Segment]:
     for kind, text in _blocks(trajectory.text):
         if kind == "tool_call" and calls:
             turn, call, results = calls.pop(0)
-            parts.append(Segment("code", call.code or call.raw or text, turn=turn))
+            parts.append(Segment("code", call.shown or text, turn=turn))
             parts += [_result(result, turn, number) for number, result in enumerate(results)]
             awaited += len(results)
             turn += bool(results)  # results end the turn

@@ -110,7 +110,7 @@ def test_magicoder_code_becomes_a_call_of_our_tool_that_our_parser_reads() -> No
     talk = CONVERTERS["magicoder"](sft_rows.MAGICODER)
     made = convert("magicoder", sft_rows.MAGICODER)
     parsed = parse_turn(made.messages[1].content, turn_id="t", max_calls=4)
-    assert [(c.name, c.code, c.error) for c in parsed.calls] == [
+    assert [(c.name, c.shown, c.error) for c in parsed.calls] == [
         (TOOL_NAME, "def back(s):\n    return s[::-1]", None)
     ]
     assert made.messages[1].content.startswith("It can be sliced.\n<tool_call>")

@@ -1,5 +1,5 @@
-"""The environment of a run: versions, machine, source commit. It imports none of the packages that
-it reports, so it takes milliseconds.
+"""The machine and the versions that a run uses. It imports none of the packages that it reports, so
+it takes milliseconds.
 """
 
 from __future__ import annotations
