@@ -220,6 +220,18 @@ def test_another_recipe_is_refused_naming_what_changed(tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "recipe.yaml").read_text())["seed"] == 0
 
 
+def test_a_setting_that_is_newer_than_the_run_has_its_default(tmp_path: Path) -> None:
+    RunDirectory.create_or_resume(tmp_path, recipe()).close()
+    file = tmp_path / "recipe.yaml"
+    values = yaml.safe_load(file.read_text())
+    del values["rl"]["roc"]["threshold"]
+    file.write_text(yaml.safe_dump(values))
+    RunDirectory.create_or_resume(tmp_path, recipe()).close()
+    file.write_text(yaml.safe_dump({**values, "removed": 1}))
+    with pytest.raises(RecipeError, match="removed: 1 -> -"):
+        RunDirectory.create_or_resume(tmp_path, recipe())
+
+
 def test_fresh_removes_the_earlier_run(tmp_path: Path) -> None:
     with RunDirectory.create_or_resume(tmp_path, recipe()) as run:
         write_stage(run, "stage1", range(1, 3))

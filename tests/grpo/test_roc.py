@@ -120,17 +120,39 @@ class TestQuotas:
     ) -> None:
         assert quotas(positives, negatives, keep, *minima) == expected
 
+    @pytest.mark.parametrize(
+        ("positives", "negatives", "keep", "expected"),
+        [
+            (17, 15, 16, (8, 8)),  # round(7.5) = 8; the floor would keep 7
+            (19, 13, 16, (10, 6)),  # round(6.5) = 6: halves go to even
+            (21, 11, 16, (10, 6)),  # round(5.5) = 6
+            (23, 9, 16, (12, 4)),  # round(4.5) = 4
+            (31, 1, 16, (15, 1)),  # round(0.5) = 0, raised to what exists
+            (29, 3, 16, (14, 2)),  # round(1.5) = 2
+            (1, 31, 16, (1, 15)),  # round(15.5) = 16, lowered for the one success
+            (3, 29, 16, (2, 14)),
+            (20, 10, 16, (11, 5)),  # two members lost: round(5.33)
+            (8, 20, 16, (5, 11)),  # round(11.43)
+            (32, 0, 16, (16, 0)),
+        ],
+    )
+    def test_the_released_code_rounds(
+        self, positives: int, negatives: int, keep: int, expected: tuple[int, int]
+    ) -> None:
+        assert quotas(positives, negatives, keep, 2, 2, nearest=True) == expected
+
     @given(
         st.integers(0, 40),
         st.integers(0, 40),
         st.integers(1, 40),
         st.integers(0, 4),
         st.integers(0, 4),
+        st.booleans(),
     )
     def test_is_always_possible_and_full(
-        self, positives: int, negatives: int, keep: int, low: int, high: int
+        self, positives: int, negatives: int, keep: int, low: int, high: int, nearest: bool
     ) -> None:
-        k_pos, k_neg = quotas(positives, negatives, keep, low, high)
+        k_pos, k_neg = quotas(positives, negatives, keep, low, high, nearest=nearest)
         assert 0 <= k_pos <= positives
         assert 0 <= k_neg <= negatives
         assert k_pos + k_neg == min(keep, positives + negatives)
@@ -209,7 +231,7 @@ class TestSelect:
         other = replace(made, id="h")
         assert any(select(made, ROC, s).kept != select(other, ROC, s).kept for s in range(10))
 
-    @pytest.mark.parametrize("variant", ["roc", "uniform", "none", "release"])
+    @pytest.mark.parametrize("variant", ["roc", "flat", "uniform", "none", "release"])
     def test_every_choice_has_a_reason(
         self, trajectory: MakeTrajectory, group: MakeGroup, variant: str
     ) -> None:
@@ -289,3 +311,43 @@ class TestSelect:
             ]
         )
         assert select(made, config, 0).kept == select(made, config, 9).kept == (1, 2, 3, 4)
+
+    def test_release_keeps_rounded_counts_and_the_order_of_failures(
+        self, trajectory: MakeTrajectory, group: MakeGroup
+    ) -> None:
+        """7 failures and 5 successes, 6 of 12: round(3.5) = 4 failures, the first, clean or not."""
+        config = RocConfig(variant="release", drawn=12, kept=6)
+        rewards = [0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0]
+        dirty = {0, 2, 1, 3, 5}
+        made = group(
+            [
+                trajectory(i, reward, (Outcome.EXCEPTION,) if i in dirty else (Outcome.OK,))
+                for i, reward in enumerate(rewards)
+            ]
+        )
+        assert select(made, config, 0).kept == (0, 2, 4, 6, 7, 9)
+
+    def test_flat_has_the_counts_of_roc_and_no_preference(
+        self, trajectory: MakeTrajectory, group: MakeGroup
+    ) -> None:
+        """One failure and 7 successes, 4 kept: the failure always, each success 3 times in 7."""
+        config = ROC.model_copy(update={"variant": "flat"})
+        dirty = (Outcome.EXCEPTION,)
+        made = group(
+            [trajectory(i, float(i > 0), dirty if i % 2 else (Outcome.OK,)) for i in range(8)]
+        )
+        chosen = [select(made, config, seed) for seed in range(4000)]
+        counts = Counter(i for selection in chosen for i in selection.kept)
+        assert counts[0] == 4000
+        assert all(counts[i] / 4000 == pytest.approx(3 / 7, abs=0.04) for i in range(1, 8))
+        assert {choice.weight for choice in chosen[0].choices} == {1.0}
+
+    @pytest.mark.parametrize(("threshold", "successes"), [(0.5, 2), (0.0, 3), (-1.0, 5)])
+    def test_the_threshold_decides_what_a_success_is(
+        self, trajectory: MakeTrajectory, group: MakeGroup, threshold: float, successes: int
+    ) -> None:
+        rewards = [2.5, 0.75, 0.25, -0.5, -0.5, -3.0]
+        made = group([trajectory(i, reward) for i, reward in enumerate(rewards)])
+        config = RocConfig(drawn=6, kept=5, threshold=threshold)
+        reasons = [choice.reason for choice in select(made, config, 0).choices]
+        assert sum(reason.startswith("success") for reason in reasons) == successes

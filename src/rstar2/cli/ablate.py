@@ -34,7 +34,7 @@ def ablate(
     variants: Annotated[
         str,
         typer.Option(
-            help="Variants separated by commas, or all: grpo, uniform, roc, roc-no-errors, "
+            help="Variants separated by commas, or all: grpo, uniform, flat, roc, roc-no-errors, "
             "roc-no-format, release."
         ),
     ] = "all",

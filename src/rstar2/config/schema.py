@@ -142,7 +142,9 @@ class SchedulerConfig(Section):
 class RocConfig(Section):
     """Resample on correct."""
 
-    variant: Literal["roc", "uniform", "none", "release"] = "roc"
+    variant: Literal["roc", "flat", "uniform", "none", "release"] = "roc"
+    """`roc`, or for ablation: `flat` (its counts, successes at random), `uniform` (any at random),
+    `none` (all: plain GRPO), `release` (the choice of the paper's released code)."""
     drawn: int = Field(32, ge=2)
     """Rollouts drawn per problem (2G)."""
     kept: int = Field(16, ge=2)
@@ -150,6 +152,8 @@ class RocConfig(Section):
     epsilon: float = Field(0.05, gt=0)
     min_positives: int = Field(1, ge=0)
     min_negatives: int = Field(1, ge=0)
+    threshold: float = 0.5
+    """A rollout with a reward above this is a success."""
     penalise_errors: bool = True
     penalise_format: bool = True
 

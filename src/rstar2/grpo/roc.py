@@ -9,8 +9,12 @@ fields: typed outcomes of tool calls, answer tags, turns and verified rewards.
     p_err      failed calls / calls; 0.5 where the model called no tool at all
     p_format   1 without an answer tag, else min(1, (answer tags - 1) / turns), all turns counted
 
-Variants, for ablation: `roc` as above; `uniform` (G of all, at random); `none` (the first G: plain
-GRPO); `release` (the released code's choice: cleanest successes, first failures, two of each).
+A success is a rollout with a reward above `threshold` (0.5).
+
+Variants, for ablation: `roc` as above; `flat` (RoC's counts, successes uniformly: the control for
+the choice by cleanliness); `uniform` (G of all, at random); `none` (the first G: plain GRPO);
+`release` (the choice of the released code: cleanest successes and first failures, without a draw,
+counts rounded to the nearest integer, two of each).
 A group of n <= G members, short because of infrastructure failures, is kept whole.
 """
 
@@ -30,6 +34,7 @@ WHOLE = "group not larger than G: all kept"
 NO_REWARD = "no reward: lost to infrastructure"
 FIRST, BEYOND = "among the first G", "beyond the first G"
 UNIFORM, NOT_UNIFORM = "drawn uniformly", "not drawn uniformly"
+FLAT, NOT_FLAT = "success: drawn uniformly", "success: not drawn uniformly"
 POSITIVE, NOT_POSITIVE = "success: drawn by cleanliness", "success: not drawn"
 NEGATIVE, NOT_NEGATIVE = "failure: drawn uniformly", "failure: not drawn"
 CLEANEST, NOT_CLEANEST = "success: among the cleanest", "success: less clean than those kept"
@@ -38,6 +43,7 @@ FIRST_NEGATIVE, LATER_NEGATIVE = "failure: among the first", "failure: after tho
 _REASONS = {
     "none": {True: (FIRST, BEYOND), False: (FIRST, BEYOND)},
     "uniform": {True: (UNIFORM, NOT_UNIFORM), False: (UNIFORM, NOT_UNIFORM)},
+    "flat": {True: (FLAT, NOT_FLAT), False: (NEGATIVE, NOT_NEGATIVE)},
     "roc": {True: (POSITIVE, NOT_POSITIVE), False: (NEGATIVE, NOT_NEGATIVE)},
     "release": {True: (CLEANEST, NOT_CLEANEST), False: (FIRST_NEGATIVE, LATER_NEGATIVE)},
 }
@@ -64,18 +70,26 @@ def penalties(trajectory: Trajectory) -> tuple[float, float]:
 
 
 def quotas(
-    positives: int, negatives: int, keep: int, min_positives: int = 1, min_negatives: int = 1
+    positives: int,
+    negatives: int,
+    keep: int,
+    min_positives: int = 1,
+    min_negatives: int = 1,
+    *,
+    nearest: bool = False,
 ) -> tuple[int, int]:
     """(successes, failures) to keep of a group; they add up to min(keep, members).
 
-    Failures get floor(negatives * keep / members), raised to their minimum; then successes their
-    minimum, which wins where both do not fit. A minimum never exceeds what exists.
+    Failures get floor(negatives * keep / members) (`nearest`: rounded, halves to even), raised to
+    their minimum; then successes their minimum, which wins where both do not fit. A minimum never
+    exceeds what exists.
     """
     members = positives + negatives
     keep = min(keep, members)
     if keep == 0:
         return 0, 0
-    failures = max(negatives * keep // members, min(min_negatives, negatives))
+    share = round(negatives * keep / members) if nearest else negatives * keep // members
+    failures = max(share, min(min_negatives, negatives))
     failures = min(failures, keep - min(min_positives, positives, keep))
     failures = max(failures, keep - positives)
     return keep - failures, failures
@@ -129,12 +143,12 @@ def select(group: Group, config: RocConfig, seed: int) -> Selection:
     p_total = [
         p_err[i] * config.penalise_errors + p_format[i] * config.penalise_format for i in members
     ]
-    correct = [group.trajectories[i].correct for i in members]
+    rewards = [t.reward.value for t in group.trajectories if t.reward is not None]
     whole = len(members) <= config.kept
     chosen = (
         range(len(members))
         if whole
-        else _choose(correct, p_total, config, random.Random(f"{seed}/{group.id}"))
+        else _choose(rewards, p_total, config, random.Random(f"{seed}/{group.id}"))
     )
     kept = {members[i] for i in chosen}
     total = dict(zip(members, p_total, strict=True))
@@ -144,14 +158,13 @@ def select(group: Group, config: RocConfig, seed: int) -> Selection:
         if trajectory.reward is None:
             choices.append(Choice(trajectory.id, False, NO_REWARD, 0.0, p_err[i], p_format[i], 0.0))
             continue
-        weighted = config.variant == "roc" and trajectory.correct
+        success = trajectory.reward.value > config.threshold
+        weighted = config.variant == "roc" and success
         choices.append(
             Choice(
                 trajectory_id=trajectory.id,
                 kept=i in kept,
-                reason=WHOLE
-                if whole
-                else _REASONS[config.variant][trajectory.correct][0 if i in kept else 1],
+                reason=WHOLE if whole else _REASONS[config.variant][success][0 if i in kept else 1],
                 reward=trajectory.reward.value,
                 p_err=p_err[i],
                 p_format=p_format[i],
@@ -162,26 +175,39 @@ def select(group: Group, config: RocConfig, seed: int) -> Selection:
 
 
 def _choose(
-    correct: Sequence[bool], p_total: Sequence[float], config: RocConfig, rng: random.Random
+    rewards: Sequence[float], p_total: Sequence[float], config: RocConfig, rng: random.Random
 ) -> Iterable[int]:
     """Positions to keep of a group that is larger than G."""
     if config.variant == "none":
         return range(config.kept)
     if config.variant == "uniform":
-        return rng.sample(range(len(correct)), config.kept)
-    if config.variant == "roc":
-        return resample_on_correct(
-            [float(c) for c in correct],
-            p_total,
-            config.kept,
-            rng.getrandbits(64),
-            epsilon=config.epsilon,
-            min_positives=config.min_positives,
-            min_negatives=config.min_negatives,
-        )
-    positives = sorted((i for i, c in enumerate(correct) if c), key=p_total.__getitem__)
-    negatives = [i for i, c in enumerate(correct) if not c]
-    k_pos, k_neg = quotas(
-        len(positives), len(negatives), config.kept, RELEASE_MINIMUM, RELEASE_MINIMUM
+        return rng.sample(range(len(rewards)), config.kept)
+    if config.variant == "release":
+        return _release(rewards, p_total, config)
+    return resample_on_correct(
+        rewards,
+        [0.0] * len(rewards) if config.variant == "flat" else p_total,
+        config.kept,
+        rng.getrandbits(64),
+        epsilon=config.epsilon,
+        min_positives=config.min_positives,
+        min_negatives=config.min_negatives,
+        threshold=config.threshold,
     )
-    return positives[:k_pos] + negatives[:k_neg]
+
+
+def _release(
+    rewards: Sequence[float], p_total: Sequence[float], config: RocConfig
+) -> Iterable[int]:
+    """The choice of the released code: its main branch since 5 September 2025 (5e95b19)."""
+    positives = [i for i, reward in enumerate(rewards) if reward > config.threshold]
+    negatives = [i for i, reward in enumerate(rewards) if not reward > config.threshold]
+    k_pos, k_neg = quotas(
+        len(positives),
+        len(negatives),
+        config.kept,
+        RELEASE_MINIMUM,
+        RELEASE_MINIMUM,
+        nearest=True,
+    )
+    return sorted(positives, key=p_total.__getitem__)[:k_pos] + negatives[:k_neg]

@@ -23,7 +23,7 @@ from rstar2.record import read_evaluations, read_metrics
 from rstar2.rollout.groups import together
 from rstar2.types import Estimate, encode
 
-VARIANTS = ("grpo", "uniform", "roc", "roc-no-errors", "roc-no-format", "release")
+VARIANTS = ("grpo", "uniform", "flat", "roc", "roc-no-errors", "roc-no-format", "release")
 REFERENCE = "roc"
 PARTS = 4
 

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import msgspec
 import yaml
+from pydantic import ValidationError
 
 from rstar2 import machine
 from rstar2.config import Recipe
@@ -280,6 +281,19 @@ def dump_recipe(recipe: Recipe) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
+def _plain(recipe: Recipe) -> Any:
+    """The values of a recipe as they are read back from its file."""
+    return yaml.safe_load(dump_recipe(recipe))
+
+
+def _with_defaults(values: Any) -> Any:
+    """Recorded settings, with the default of every setting that was added since."""
+    try:
+        return _plain(Recipe.model_validate(values))
+    except ValidationError:  # a setting was removed since: the caller lists it
+        return values
+
+
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
     """Nested mappings and lists as {dotted.path: leaf}."""
     if isinstance(values, Mapping) and values:
@@ -329,7 +343,7 @@ def _check_same_run(path: Path, recipe: Recipe) -> None:
     schema = read_environment(path).get("schema")
     if schema != SCHEMA:
         raise UserError(f"{path} was written in format {schema}, this rstar2 writes {SCHEMA}")
-    old, new = flatten(read_recipe(path)), flatten(yaml.safe_load(dump_recipe(recipe)))
+    old, new = flatten(_with_defaults(read_recipe(path))), flatten(_plain(recipe))
     absent = object()
     changed = [
         key

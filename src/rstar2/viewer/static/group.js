@@ -40,7 +40,7 @@ export async function load({ run, id }, query, context) {
 function explain(data) {
   if (!data.used) return h("p.notice", null, h("b", null, "Not used"), ": ", data.why || "this group is not in the batch.");
   const q = data.quota, total = q.right + q.wrong, keep = q.right_kept + q.wrong_kept;
-  const how = { roc: "correct rollouts are sampled with a probability that falls with their errors, wrong ones uniformly", uniform: "sampled uniformly", none: "the first ones, as in plain GRPO", release: "the correct ones with the fewest errors and the first wrong ones" }[data.variant] || data.variant;
+  const how = { roc: "correct rollouts are sampled with a probability that falls with their errors, wrong ones uniformly", flat: "correct and wrong ones are sampled uniformly, in RoC's numbers", uniform: "sampled uniformly", none: "the first ones, as in plain GRPO", release: "the correct ones with the fewest errors and the first wrong ones" }[data.variant] || data.variant;
   return h("p.notice", null, h("b", null, `${keep} of ${total} kept`), `: ${q.right_kept} of ${q.right} correct, ${q.wrong_kept} of ${q.wrong} wrong; ${how}.`);
 }
 
