@@ -152,7 +152,7 @@ def test_an_unknown_key_names_line_and_nearest(write: Write) -> None:
         ("rl.stages.stage1.stepz=1", "did you mean rl.stages.0.steps?"),
         ("seed.more=1", "not a setting"),
         ("rl.roc.drawn=[", "not valid YAML"),
-        ("rl.roc.variant=rco", "should be 'roc', 'uniform', 'none' or 'release'"),
+        ("rl.roc.variant=rco", "should be 'roc', 'flat', 'uniform', 'none' or 'release'"),
         ("rl.roc.drawn=1", "greater than or equal to 2"),
         ("rl.roc.drawn=many", "rl.roc.drawn = 'many' should be a valid integer"),
     ],
