@@ -4,10 +4,12 @@ it takes milliseconds.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -45,10 +47,52 @@ def describe() -> dict[str, Any]:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on; containers and taskset can restrict them."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Cores this process may use: its affinity (taskset) or, if less, its cgroup's CPU quota."""
+    cores = len(os.sched_getaffinity(0))
+    quota = cpu_quota(Path("/sys/fs/cgroup"), _own_groups())
+    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+
+
+def cpu_quota(mounted: Path, own: Mapping[str, str]) -> float | None:
+    """The smallest CPU quota, in cores, of a cgroup and those above it; None if there is none.
+
+    `own` maps a controller of version 1, or "" for version 2, to the path of this process's group.
+    """
+    quotas = []
+    for controller, path in own.items():
+        if controller not in ("", "cpu"):
+            continue
+        root = mounted / controller
+        group = root / path.strip("/")
+        while True:
+            quotas.append(_quota_of(group))
+            if group == root or root not in group.parents:
+                break
+            group = group.parent
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota_of(group: Path) -> float | None:
+    """The CPU quota of one group in cores; None without one."""
+    try:
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota = (group / "cpu.cfs_quota_us").read_text().strip()
+            period = (group / "cpu.cfs_period_us").read_text()
+    except OSError:
+        return None
+    return None if quota in ("max", "-1") else int(quota) / int(period)
+
+
+def _own_groups() -> dict[str, str]:
+    """The cgroup of this process per controller; "" is the hierarchy of version 2."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return {}
+    fields = (line.split(":", 2) for line in lines)
+    return {name: path for _, names, path in fields for name in names.split(",")}
 
 
 def total_memory() -> int:

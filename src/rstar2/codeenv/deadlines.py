@@ -71,7 +71,9 @@ CONNECT_S = 15.0
 OWNED_CONNECT_S = 60.0
 """The same for servers that the client has just started: they are known to be up."""
 REVIVE_FIRST_S, REVIVE_MOST_S = 0.05, 2.0
-"""Pause between two attempts to revive a server: doubled after each failure."""
+"""Pause between two attempts to revive a server or a zygote: doubled after each failure."""
+ZYGOTE_STABLE_S = 30.0
+"""A zygote that ran for this long, its warm-up included, is restarted without a pause."""
 
 # --------------------------------------------------------------------------- stop
 

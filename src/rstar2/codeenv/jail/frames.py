@@ -15,7 +15,8 @@ from typing import ClassVar, NamedTuple
 MAX_BODY = 32 << 20
 HELLO = b"rstar2 worker\n"
 
-RUN, VERIFY, SESSION_OPEN, SESSION_RUN, SESSION_BRANCH, SESSION_CLOSE = range(6)
+RUN, VERIFY, SESSION_OPEN, SESSION_RUN, SESSION_BRANCH, SESSION_CLOSE, RUN_HERE = range(7)
+"""RUN_HERE is a RUN that is not handed over to a warmer interpreter; see `handover`."""
 EXITED, WALL, CPU, OUTPUT, SCRATCH, NO_SESSION, PROCESSES = range(7)
 """Why a call ended. EXITED means that the program ended by itself; see the wait status."""
 
@@ -70,7 +71,7 @@ def output_cap(output_chars: int) -> int:
     return max(1 << 20, 16 * output_chars)
 
 
-VALUE, NOTHING, EXCEPTION, SYNTAX, EXIT, MEMORY, JSON, REFUSED = b"VNESXMJR"
+VALUE, NOTHING, EXCEPTION, SYNTAX, EXIT, MEMORY, JSON, REFUSED, HANDOVER = KINDS = b"VNESXMJRH"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class Record:
             return None
         kind, length, cut = cls._layout.unpack_from(data)
         rest = data[cls._layout.size :]
-        if kind not in b"VNESXMJR" or length > len(rest):
+        if kind not in KINDS or length > len(rest):
             return None
         message = rest[:length].decode("utf-8", "replace")
         return cls(kind, message, rest[length:].decode("utf-8", "replace"), cut)

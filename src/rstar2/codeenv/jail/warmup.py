@@ -10,15 +10,18 @@ measures these programs. Zygotes come in flavours, because every mapping makes e
     scipy    base + SciPy and NumPy's random numbers
     verify   base + the trusted functions of verify.FUNCTIONS; it runs no programs
 
-A program runs in the lightest flavour that has the modules it mentions. A program that hides an
-import (by a computed name) can still import the module, only more slowly.
+A program starts in the lightest flavour that has the modules it mentions, also in base64 text that
+it decodes, as the release's client sends its programs. A program that imports more than that is
+handed to a warmer flavour (see `handover`).
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import importlib
 import io
+import re
 
 from rstar2.codeenv.jail import runner
 from rstar2.codeenv.jail.syscalls import words
@@ -34,6 +37,14 @@ statistics string struct sys tempfile textwrap threading time traceback types ty
 warnings zlib
 """
 )
+_NEEDS = {
+    "numpy": "numpy",
+    "sympy": "base",
+    "mpmath": "base",
+    "scipy": "scipy",
+    "numpy.random": "scipy",
+}
+"""Module -> the lightest flavour that has it."""
 _BUILT_ON = {"numpy": "plain", "base": "numpy", "scipy": "base", "verify": "base"}
 _ADDS = {
     "plain": _STANDARD,
@@ -80,6 +91,33 @@ _PROGRAMS = {
     ),
     "verify": (),
 }
+
+
+_64 = rb"[A-Za-z0-9+/]"
+_ENCODED = re.compile(rb"[\"']((?:%b{4}){4,}(?:%b{2}==|%b{3}=)?)[\"']" % (_64, _64, _64))
+"""Base64 of at least 12 bytes as a literal."""
+
+
+def flavour_for(code: bytes) -> str:
+    """The lightest flavour with the modules a program mentions; all of them can execute it."""
+    if b"b64decode" in code:
+        code = b"\n".join([code, *map(base64.b64decode, _ENCODED.findall(code))])
+    if b"scipy" in code or (b"random" in code and (b"numpy" in code or b"np." in code)):
+        return "scipy"
+    if b"sympy" in code or b"mpmath" in code:
+        return "base"
+    return "numpy" if b"numpy" in code else "plain"
+
+
+def warmer(flavour: str, module: str) -> str | None:
+    """The flavour to hand a program to that imports a module; None if it is in the right one."""
+    needed = _NEEDS.get(module)
+    return needed if needed is not None and needed not in _layers(flavour) else None
+
+
+def warm_elsewhere(flavour: str) -> frozenset[str]:
+    """The modules whose import moves a program from this flavour to a warmer one."""
+    return frozenset(module for module in _NEEDS if warmer(flavour, module) is not None)
 
 
 def _layers(flavour: str) -> list[str]:

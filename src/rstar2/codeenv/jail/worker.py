@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from rstar2.codeenv.jail import confine, frames, runner, seccomp, syscalls
+from rstar2.codeenv.jail import confine, frames, handover, runner, seccomp, syscalls
 from rstar2.codeenv.jail.frames import WorkerReply, WorkerRequest
 
 RESULT_FD = 3
@@ -244,6 +244,8 @@ class JailWorker:
             self.confine(request)
             if request.kind == frames.VERIFY:
                 self.verify(source, RESULT_FD)
+            if request.kind == frames.RUN:
+                handover.arm(RESULT_FD)
             text = source.decode("utf-8", "replace")
             code = runner.run_program(text, self.namespace, request.output_chars, RESULT_FD)
         finally:

@@ -23,7 +23,17 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rstar2.codeenv.jail import cgroups, confine, heap, runner, session, verify, warmup, worker
+from rstar2.codeenv.jail import (
+    cgroups,
+    confine,
+    handover,
+    heap,
+    runner,
+    session,
+    verify,
+    warmup,
+    worker,
+)
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -83,6 +93,8 @@ class Zygote:
         if self.flavour == "verify":
             warm.stop_redirecting()  # importing a grammar recurses deeply
             missing |= verify.preload(self.functions)
+        if self.flavour != "verify":
+            handover.install(warmup.warm_elsewhere(self.flavour))
         sys.argv = ["program.py"]
         sys.path.insert(0, "")
         gc.collect()

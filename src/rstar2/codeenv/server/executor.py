@@ -29,7 +29,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
 from rstar2.codeenv import deadlines
-from rstar2.codeenv.jail import cgroups, frames, verify, warmup
+from rstar2.codeenv.jail import cgroups, frames, handover, verify, warmup
 from rstar2.codeenv.jail.frames import Record, WorkerReply, WorkerRequest
 from rstar2.codeenv.protocol import (
     ExecutorStats,
@@ -44,9 +44,13 @@ from rstar2.codeenv.server.workers import WorkerLink, WorkerPool
 from rstar2.codeenv.server.zygotes import WorkerLostError
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError, DeadlineError, IsolationError, UserError
+from rstar2.machine import usable_cores
 from rstar2.types import Limits, Outcome, ToolResult, Truncation
 
 _log = logging.getLogger(__name__)
+
+_HANDOVER_MOST_S = 4 * handover.HANDOVER_S
+"""A call that took longer is run to its end where it is sent next: it is not handed over again."""
 
 WorkerAnswer = tuple[WorkerReply, bytes, bool]
 """The worker's reply, the streams, and whether the kernel killed the call for memory."""
@@ -68,7 +72,7 @@ class WorkerExecutor:
             raise IsolationError(f"isolation {isolation!r}: the executor takes strict or portable")
         self.config = config
         self.functions = dict(verify.FUNCTIONS if functions is None else functions)
-        self.slots = config.slots or (os.cpu_count() or 1) + 1
+        self.slots = config.slots or usable_cores() + 1
         self.fallback = ""
         """Why the level is weaker than the one that was chosen; empty if it is not."""
         self._build(isolation)
@@ -154,14 +158,13 @@ class WorkerExecutor:
                 f"code and stdin take {len(code) + len(stdin)} bytes; at most {frames.MAX_BODY}"
             )
         header = self._header(frames.RUN, limits, len(code), len(stdin))
-        if request.session is None:
-            flavour = self.workers.flavour_for(code)
-            attempt, tries = self._on_any_worker(flavour, limits, (code, stdin)), 2
-        else:
-            limits = replace(limits, memory_mb=self.config.session_memory_mb)
-            attempt, tries = self._in_session(request.session, (code, stdin)), 1
         try:
-            attempts, (reply, body, oom) = await self._attempt(attempt, tries, header, deadline)
+            if request.session is None:
+                attempts, answer = await self._run_warm(limits, (code, stdin), header, deadline)
+            else:
+                limits = replace(limits, memory_mb=self.config.session_memory_mb)
+                attempt = self._in_session(request.session, (code, stdin))
+                attempts, answer = await self._attempt(attempt, 1, header, deadline)
         except (WorkerLostError, DeadlineError, IsolationError) as error:
             return ToolResult(
                 call_id=request.id,
@@ -169,6 +172,7 @@ class WorkerExecutor:
                 message=str(error),
                 isolation=self.isolation,
             )
+        reply, body, oom = answer
         result = build_result(request.id, reply, body, limits, self.isolation, oom, attempts)
         if reply.cause == frames.WALL and reply.wall_s < 0.99 * (limits.wall_s or 0.0):
             # The caller's deadline ended the program, not its own limit: not the program's fault.
@@ -178,6 +182,28 @@ class WorkerExecutor:
             )
             return replace(result, outcome=Outcome.INFRASTRUCTURE, message=message)
         return result
+
+    async def _run_warm(
+        self, limits: Limits, parts: tuple[bytes, bytes], header: WorkerRequest, deadline: float
+    ) -> tuple[int, WorkerAnswer]:
+        """A plain call in the flavour that its text needs; in a warmer one if it is handed over.
+
+        The record of a hand-over is untrusted. Each step but the last leads to a warmer flavour,
+        so a program can claim it a few times only; after it has used more time, only once.
+        """
+        flavour = self.workers.flavour_for(parts[0])
+        while True:
+            attempt = self._on_any_worker(flavour, limits, parts)
+            attempts, answer = await self._attempt(attempt, 2, header, deadline)
+            module = _handed_over(header, answer)
+            if module is None:
+                return attempts, answer
+            warmer = warmup.warmer(flavour, module)
+            quick = answer[0].wall_s <= _HANDOVER_MOST_S
+            if warmer is None or not quick or not self.workers.warm(warmer):
+                header = header._replace(kind=frames.RUN_HERE)
+            if warmer is not None and self.workers.warm(warmer):
+                flavour = warmer
 
     async def verify(self, request: VerifyRequest, deadline: float) -> VerifyResult:
         """Call a trusted function by name before a deadline (monotonic)."""
@@ -294,6 +320,15 @@ def effective_limits(asked: Limits, default: Limits, cap: Limits) -> Limits:
     )
 
 
+def _handed_over(header: WorkerRequest, answer: WorkerAnswer) -> str | None:
+    """The module that a call was given up for (see jail/handover.py); None if it ended."""
+    reply, body, _ = answer
+    if header.kind != frames.RUN or reply.status != handover.EXIT_CODE << 8:
+        return None
+    record = Record.parse(body[reply.stdout + reply.stderr :])
+    return record.message if record is not None and record.kind == frames.HANDOVER else None
+
+
 def _within(header: WorkerRequest, deadline: float) -> WorkerRequest:
     """The header with its wall limit cut to the time that the caller's deadline leaves."""
     left_s = deadline - time.monotonic()
@@ -383,7 +418,7 @@ def status_of(
         name = signal.Signals(number).name if number in _SIGNALS else f"signal {number}"
         return Outcome.KILLED, f"The process was killed by {name}{_SIGNAL_HINTS.get(number, '')}."
     code = os.WEXITSTATUS(reply.status)
-    if record is None:
+    if record is None or record.kind == frames.HANDOVER:
         if code == 0:
             return Outcome.OK, ""
         return Outcome.EXCEPTION, f"The process exited with code {code}."

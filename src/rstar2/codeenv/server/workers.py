@@ -2,8 +2,8 @@
 
 The pool keeps zygotes by flavour and workers by the limits their jails were built with. It knows no
 calls and no queue. The executor takes a worker, uses it for one call, and gives it back or drops
-it. Idle workers of unusual kinds make room for others. Zygotes that died are started again when
-needed. Event loop only: nothing blocks, and every wait has a deadline.
+it. Idle workers of unusual kinds make room for others. Event loop only: nothing blocks, and every
+wait has a deadline.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from rstar2.codeenv import deadlines
-from rstar2.codeenv.jail import cgroups, frames
+from rstar2.codeenv.jail import cgroups, frames, warmup
 from rstar2.codeenv.jail.confine import JailSpec
 from rstar2.codeenv.jail.frames import WorkerReply, WorkerRequest
 from rstar2.codeenv.server import probe
-from rstar2.codeenv.server.zygotes import WorkerLostError, ZygoteLink
-from rstar2.errors import CodeEnvError, DeadlineError, IsolationError
+from rstar2.codeenv.server.zygotes import WorkerLostError, ZygoteLink, ZygotePool
+from rstar2.errors import DeadlineError, IsolationError
 from rstar2.types import Limits
 
 OVERHEAD_MB = 192
@@ -177,13 +177,10 @@ class WorkerPool:
 
     def __init__(self, isolation: str, slots: int, functions: Mapping[str, str]) -> None:
         self.isolation = isolation
-        self.functions = dict(functions)
+        self._zygotes = ZygotePool(functions)
         self.most = _PER_SLOT * slots
-        self.restarts = 0
         self.directory = ""
         self.links: set[WorkerLink] = set()
-        self._zygotes: dict[str, ZygoteLink] = {}
-        self._starting: dict[str, asyncio.Task[ZygoteLink]] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._idle: dict[WorkerKey, list[WorkerLink]] = {}
         self._numbers = itertools.count(1)
@@ -202,72 +199,44 @@ class WorkerPool:
 
     def start_others(self) -> None:
         """Warm up the other flavours in the background; until then calls use `base`."""
-        task = asyncio.create_task(self._start_each("plain", "numpy", "verify", "scipy"))
+        task = asyncio.create_task(self._zygotes.start_others())
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def _start_each(self, *flavours: str) -> None:
-        for flavour in flavours:
-            with contextlib.suppress(CodeEnvError, DeadlineError):
-                await self.zygote(flavour)  # started again when a call needs it
-
     async def close(self) -> None:
         """End every process and remove every directory and control group."""
-        for task in [*self._background, *self._starting.values()]:
+        for task in self._background:
             task.cancel()
-        await asyncio.gather(*self._background, *self._starting.values(), return_exceptions=True)
+        await asyncio.gather(*self._background, return_exceptions=True)
         for link in list(self.links):
             self.drop(link)
-        await asyncio.gather(*(z.close() for z in self._zygotes.values()))
-        self._zygotes.clear()
+        await self._zygotes.close()
         await asyncio.get_running_loop().run_in_executor(None, self._tree.close)
         if self.directory:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def warm(self, flavour: str) -> bool:
         """True if a zygote of this flavour is ready."""
-        zygote = self._zygotes.get(flavour)
-        return zygote is not None and zygote.alive
+        return self._zygotes.warm(flavour)
 
     def flavour_for(self, code: bytes) -> str:
-        """The lightest warm flavour with the modules a program mentions; all can execute it."""
-        if b"scipy" in code or (b"random" in code and (b"numpy" in code or b"np." in code)):
-            flavour = "scipy"
-        elif b"sympy" in code or b"mpmath" in code:
-            flavour = "base"
-        else:
-            flavour = "numpy" if b"numpy" in code else "plain"
+        """The flavour that a program starts in; `base` while the lightest one is not warm."""
+        flavour = warmup.flavour_for(code)
         return flavour if self.warm(flavour) else "base"
 
     @property
     def zygotes(self) -> dict[str, ZygoteLink]:
-        return dict(self._zygotes)
+        """The live zygotes by flavour."""
+        return dict(self._zygotes.live)
+
+    @property
+    def restarts(self) -> int:
+        """Zygotes that were started again."""
+        return self._zygotes.restarts
 
     async def zygote(self, flavour: str) -> ZygoteLink:
-        """The live zygote of a flavour; started again if it died."""
-        zygote = self._zygotes.get(flavour)
-        if zygote is not None and zygote.alive:
-            return zygote
-        task = self._starting.get(flavour)
-        if task is None:
-            task = asyncio.create_task(self._start_zygote(flavour))
-            self._starting[flavour] = task
-            task.add_done_callback(lambda _: self._starting.pop(flavour, None))
-        return await asyncio.shield(task)
-
-    async def _start_zygote(self, flavour: str) -> ZygoteLink:
-        old = self._zygotes.pop(flavour, None)
-        if old is not None:
-            self.restarts += 1
-            await old.close()
-        zygote = ZygoteLink(flavour, self.functions)
-        try:
-            await zygote.start()
-        except asyncio.CancelledError:
-            await zygote.close()
-            raise
-        self._zygotes[flavour] = zygote
-        return zygote
+        """The live zygote of a flavour; waits while it is being started."""
+        return await self._zygotes.get(flavour)
 
     # ------------------------------------------------------------------ workers
 

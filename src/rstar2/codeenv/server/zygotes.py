@@ -1,22 +1,31 @@
-"""The server's side of a zygote: starts the process, requests workers, is notified of exits."""
+"""The server's side of the zygotes: `ZygoteLink` controls one process, `ZygotePool` keeps them all.
+
+A zygote that dies is started again at once, for as long as the pool is open, so that no flavour is
+lost for good. One that dies again soon after its start, or does not start, waits for a pause that
+doubles up to REVIVE_MOST_S. A zygote that does not answer in SPAWN_S hangs and is replaced.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rstar2.child import Child
 from rstar2.codeenv import deadlines
-from rstar2.codeenv.jail import zygote
+from rstar2.codeenv.jail import warmup, zygote
 from rstar2.errors import CodeEnvError, DeadlineError, IsolationError
 
 if TYPE_CHECKING:
     from rstar2.codeenv.server.workers import WorkerLink
+
+_log = logging.getLogger(__name__)
 
 
 class WorkerLostError(CodeEnvError):
@@ -35,6 +44,7 @@ class ZygoteLink:
         self._control: socket.socket | None = None
         self._reader: asyncio.Task[None] | None = None
         self.alive = False
+        self.ended = asyncio.Event()
         self.ready: dict[str, Any] = {}
 
     @property
@@ -57,6 +67,11 @@ class ZygoteLink:
                 descriptors=(theirs.fileno(),),
                 quiet=not os.environ.get("RSTAR2_CODEENV_DEBUG"),
             )
+        except OSError as error:
+            ours.close()
+            raise CodeEnvError(
+                f"the {self.flavour} zygote could not be started: {error}"
+            ) from error
         finally:
             theirs.close()
         self._control = ours
@@ -94,6 +109,7 @@ class ZygoteLink:
                 future.set_exception(WorkerLostError(f"the {self.flavour} zygote ended"))
         for link in list(self._workers.values()):
             link.on_exited(oom=False)
+        self.ended.set()
 
     def _on_message(self, message: dict[str, Any]) -> None:
         if "spawned" in message or "failed" in message:
@@ -125,8 +141,7 @@ class ZygoteLink:
             message = json.dumps({"spec": asdict(spec)}).encode()
             socket.send_fds(self._control, [message], [theirs.fileno()])
             theirs.close()
-            async with asyncio.timeout(deadlines.SPAWN_S):
-                link.on_spawned(await future)
+            link.on_spawned(await self._forked(future))
             await loop.create_unix_connection(lambda: link, sock=ours)
             await link.greeted()
         except (OSError, TimeoutError) as error:
@@ -139,6 +154,16 @@ class ZygoteLink:
         finally:
             theirs.close()
             self._spawned.pop(spec.name, None)
+
+    async def _forked(self, future: asyncio.Future[int]) -> int:
+        """The pid of the new worker. A zygote that does not answer hangs: it is killed."""
+        try:
+            async with asyncio.timeout(deadlines.SPAWN_S):
+                return await future
+        except TimeoutError:
+            if self._child is not None:
+                self._child.kill()
+            raise
 
     async def close(self) -> None:
         """Close the control socket: the zygote reaps its workers and ends, or is killed."""
@@ -154,3 +179,84 @@ class ZygoteLink:
         if not self.ready:  # still warming up: it has no workers yet and does not listen
             self._child.kill()
         await self._child.stop()
+
+
+class ZygotePool:
+    """Starts every flavour and restarts those that die; see the module docstring."""
+
+    def __init__(self, functions: Mapping[str, str]) -> None:
+        self.functions = dict(functions)
+        self.restarts = 0
+        self.live: dict[str, ZygoteLink] = {}
+        """By flavour; those that are being started are not in it."""
+        self._started: dict[str, asyncio.Future[ZygoteLink]] = {}
+        """The current or next start of each flavour."""
+        self._keepers: list[asyncio.Task[None]] = []
+
+    async def get(self, flavour: str) -> ZygoteLink:
+        """The live zygote of a flavour; waits while it is being started."""
+        if flavour not in self._started:
+            self._started[flavour] = asyncio.get_running_loop().create_future()
+            keeper = asyncio.create_task(self._keep(flavour), name=f"keep-{flavour}")
+            self._keepers.append(keeper)
+        zygote = await asyncio.shield(self._started[flavour])
+        if not zygote.alive:
+            self._expect_start(flavour, zygote)
+            zygote = await asyncio.shield(self._started[flavour])
+        return zygote
+
+    async def start_others(self) -> None:
+        """Warm up the other flavours, one after the other; until then calls use `base`."""
+        for flavour in warmup.FLAVOURS:
+            await asyncio.gather(self.get(flavour), return_exceptions=True)  # _keep logs failures
+
+    def warm(self, flavour: str) -> bool:
+        """True if a zygote of this flavour is ready."""
+        return flavour in self.live and self.live[flavour].alive
+
+    def _expect_start(self, flavour: str, ended: ZygoteLink | None = None) -> None:
+        """From now on `get` waits for the next start, if it still returns the one that ended."""
+        started = self._started[flavour]
+        if ended is None or (started.done() and started.result() is ended):
+            self._started[flavour] = asyncio.get_running_loop().create_future()
+
+    async def _keep(self, flavour: str) -> None:
+        """Start a flavour, and again whenever it has ended."""
+        pause_s = 0.0
+        while True:
+            zygote = ZygoteLink(flavour, self.functions)
+            begun_s = time.monotonic()
+            try:
+                await zygote.start()
+            except (CodeEnvError, DeadlineError) as error:
+                _log.warning("the %s interpreter could not be started: %s", flavour, error)
+                failed = self._started[flavour]
+                self._expect_start(flavour)
+                failed.set_exception(error)
+                failed.exception()  # retrieved here: nothing may be waiting for this flavour
+            except asyncio.CancelledError:
+                await zygote.close()
+                raise
+            else:
+                self.live[flavour] = zygote
+                self._started[flavour].set_result(zygote)
+                await zygote.ended.wait()
+                del self.live[flavour]
+                self._expect_start(flavour, zygote)
+                _log.warning("the %s interpreter ended and is started again", flavour)
+                await zygote.close()
+            self.restarts += 1
+            if time.monotonic() - begun_s > deadlines.ZYGOTE_STABLE_S:
+                pause_s = 0.0
+            await asyncio.sleep(pause_s)
+            pause_s = min(max(2 * pause_s, deadlines.REVIVE_FIRST_S), deadlines.REVIVE_MOST_S)
+
+    async def close(self) -> None:
+        """End every zygote with its workers."""
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        for started in self._started.values():
+            started.cancel()
+        await asyncio.gather(*(zygote.close() for zygote in self.live.values()))
+        self.live.clear()
