@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 
+from rstar2.codeenv import deadlines
 from rstar2.codeenv.protocol import (
     ExecutorStats,
     RunRequest,
@@ -21,7 +22,8 @@ from rstar2.codeenv.protocol import (
 )
 from rstar2.codeenv.server.app import CodeEnvApp
 from rstar2.codeenv.server.calls import CallTable
-from rstar2.codeenv.server.serve import QuietServer
+from rstar2.codeenv.server.connections import HttpServer
+from rstar2.codeenv.server.serve import http_config
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError, QueueFullError, UserError
 from rstar2.types import Outcome, ToolResult
@@ -108,8 +110,16 @@ class FakeExecutor:
 class Running:
     """A server in this event loop; `kill` breaks it off as a crash would."""
 
-    def __init__(self, executor: FakeExecutor, config: CodeEnvConfig, port: int = 0) -> None:
+    def __init__(
+        self,
+        executor: FakeExecutor,
+        config: CodeEnvConfig,
+        port: int = 0,
+        header_read_s: float = deadlines.HEADER_READ_S,
+    ) -> None:
         self.executor = executor
+        self.connections = config.connections
+        self.header_read_s = header_read_s
         self.table = CallTable(executor, config, f"fake-{secrets.token_hex(3)}")
         self.app = CodeEnvApp(self.table, config.token)
         self.sock = socket.socket(proto=socket.IPPROTO_TCP)
@@ -117,14 +127,12 @@ class Running:
         self.sock.bind(("127.0.0.1", port))
         self.port = self.sock.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._server: QuietServer | None = None
+        self._server: HttpServer | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        import uvicorn
-
-        self._server = QuietServer(
-            uvicorn.Config(self.app, log_config=None, access_log=False, lifespan="off")
+        self._server = HttpServer(
+            http_config(self.app), self.connections, header_read_s=self.header_read_s
         )
         self.sock.listen(64)
         self._task = asyncio.create_task(self._server.serve(sockets=[self.sock]))
@@ -135,8 +143,7 @@ class Running:
         """Abort every connection and stop listening."""
         assert self._server is not None
         assert self._task is not None
-        for listener in self._server.servers:
-            listener.close()
+        await self._server.stop_accepting()
         for connection in list(self._server.server_state.connections):
             if connection.transport is not None:
                 connection.transport.abort()
@@ -155,10 +162,14 @@ def serve() -> Serve:
 
     @contextlib.asynccontextmanager
     async def start(
-        executor: FakeExecutor | None = None, port: int = 0, slots: int = 4, **settings: object
+        executor: FakeExecutor | None = None,
+        port: int = 0,
+        slots: int = 4,
+        header_read_s: float = deadlines.HEADER_READ_S,
+        **settings: object,
     ) -> AsyncIterator[Running]:
         config = CodeEnvConfig.model_validate(settings)
-        running = Running(executor or FakeExecutor(slots), config, port)
+        running = Running(executor or FakeExecutor(slots), config, port, header_read_s)
         await running.start()
         try:
             yield running

@@ -117,6 +117,50 @@ async def test_code_judge_full_queue_asks_to_try_again(serve: Any) -> None:
         assert reasons.count("") == 2
 
 
+@pytest.mark.parametrize("path", ["/run/batch", "/judge/batch"])
+async def test_code_judge_answers_a_refused_item_in_its_place(serve: Any, path: str) -> None:
+    subs = [
+        submission(solution="echo 1"),
+        submission(type="cpp", sub_id="c"),
+        {"type": "python"},
+        submission(solution="x" * 2_000_000),
+        7,
+        submission(solution="echo 2"),
+    ]
+    async with serve() as server:
+        status, body = await ask(server, path, {"submissions": subs})
+        assert status == 200
+        reasons = [got["reason"] for got in body["results"]]
+        assert reasons == ["", *["invalid_input"] * 4, ""]
+        assert [got["run_success"] for got in body["results"]] == [True, *[False] * 4, True]
+        assert body["results"][1]["sub_id"] == "c"
+        if path == "/run/batch":
+            texts = [got["stderr"] for got in body["results"]]
+            for text, part in zip(texts[1:5], ("cpp", "solution", "above", "int"), strict=True):
+                assert part in text
+            assert "submissions[1].type" in texts[1]
+
+
+async def test_code_judge_allows_ten_seconds_or_the_cap(serve: Any) -> None:
+    low = {"cap": {"wall_s": 4.0, "cpu_s": 3.0}}
+    settings: Any
+    for settings, wall_s, cpu_s in (({}, 10.0, 10.0), (low, 4.0, 3.0)):
+        async with serve(**settings) as server:
+            scripted = Scripted(server.executor, OK)
+            await ask(server, "/run/batch", {"submissions": [submission()]})
+            await ask(server, "/run", submission())
+            assert [request.limits.wall_s for request in scripted.asked] == [wall_s] * 2
+            assert [request.limits.cpu_s for request in scripted.asked] == [cpu_s] * 2
+
+
+async def test_the_language_of_a_verl_tool_call_is_python(serve: Any) -> None:
+    """verl's example tool posts {"code": ...} and reads run_result."""
+    async with serve() as server:
+        Scripted(server.executor, OK)
+        status, body = await ask(server, "/run_code", {"code": "print(9)"})
+        assert (status, body["run_result"]["stdout"]) == (200, "9\n")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "part"),
     [

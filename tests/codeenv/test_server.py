@@ -73,11 +73,19 @@ async def test_a_bad_call_does_not_affect_its_batch(serve: Any) -> None:
         assert lines["v"]["verify"]["value"] == 3
 
 
+DEEP = b"[" * 100_000
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "part"),
     [
         ("/v1/run", b"{", 400, "JSON"),
         ("/v1/run", b"\xff\xfe", 400, "UTF-8"),
+        ("/v1/run", b'{"id": "a", "code": "\xff"}', 400, "UTF-8"),
+        ("/v1/verify", b'{"id": "v", "function": "f", "arguments": {"x": ' + DEEP, 400, "nested"),
+        ("/v1/run", run("a", "x", limits={"memory_mb": 10**400}), 422, "memory_mb"),
+        ("/v1/run", run("a", "x", limits={"wall_s": -1}), 422, "above 0"),
+        ("/v1/run", b'{"id": "a", "code": "x", "limits": {"wall_s": NaN}}', 400, "JSON"),
         ("/v1/run", {"id": "a"}, 422, "code"),
         ("/v1/run", {"id": "a", "code": 7}, 422, "$.code"),
         ("/v1/run", run("a", "x", limits={"walls": 1}), 422, "wall_s"),

@@ -46,6 +46,18 @@ COMMAND_QUEUE_S = 60.0
 BODY_READ_S = 60.0
 """A caller must have sent the whole body of a request by then."""
 
+# --------------------------------------------------------------------------- connections
+
+HEADER_READ_S = 20.0
+"""A caller must have sent the whole head of a request this long after its first byte."""
+KEEP_ALIVE_S = 75.0
+"""A connection without a request is closed after this time."""
+CLOSE_S = 10.0
+"""A caller that has not read its last answer by then is disconnected."""
+ACCEPT_RETRY_S = 0.5
+ACCEPT_WARNING_S = 60.0
+"""How often the server tries, and how often it logs, while it cannot accept connections."""
+
 # --------------------------------------------------------------------------- start
 
 SPAWN_S = 30.0

@@ -197,10 +197,12 @@ def read(body: bytes, kind: type[S]) -> S:
         return cast(S, decoder.decode(body))
     except msgspec.ValidationError as error:
         raise Refusal("invalid", _explain(str(error)), _path(str(error))) from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Refusal(
             "bad_json", f"the body is not JSON: {error}; send a JSON object in UTF-8"
         ) from error
+    except RecursionError as error:
+        raise Refusal("bad_json", "the body is nested too deeply; send a flat object") from error
 
 
 def _path(message: str) -> str | None:
@@ -293,7 +295,7 @@ def _check_size(field: str, value: str, most: int) -> None:
 
 
 def _check_positive(field: str, value: float | int | None) -> None:
-    if value is not None and not (value > 0 and math.isfinite(value)):
+    if value is not None and not 0 < value < math.inf:
         raise Refusal("invalid", f"{field}: {value} must be above 0", field)
 
 

@@ -76,6 +76,8 @@ class CodeEnvConfig(Section):
     slots: int = Field(0, ge=0)
     """Calls executed at a time; 0 means one per core, plus one."""
     queue: int = Field(50_000, ge=1)
+    connections: int = Field(4096, ge=8)
+    """Connections that the server keeps open; at most half of the process's descriptors."""
     batch: int = Field(64, ge=1, le=1024)
     linger_s: float = Field(0.002, ge=0)
     sessions: int = Field(64, ge=0)

@@ -36,6 +36,9 @@ Handler = Callable[[Body], Awaitable[Any]]
 FLUSH_S = 0.008
 """Lines of one batch that finish closer together than this share a write."""
 
+MAX_BODIES_BYTES = 8 * wire.MAX_BODY_BYTES
+"""Most memory for the bodies of requests that are being read."""
+
 JSON = b"application/json"
 
 
@@ -55,7 +58,9 @@ class CodeEnvApp:
             ("GET", "/health"): self._health,
             **compat.routes(),
         }
-        self._paths = {path for _, path in self._routes} | {"/v1/batch", "/metrics"}
+        self._methods = [*self._routes, ("POST", "/v1/batch"), ("GET", "/metrics")]
+        self._body_bytes = 0
+        """Bytes of all request bodies that are being read."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -79,7 +84,9 @@ class CodeEnvApp:
             await _send_error(send, wire.WireError(code, str(error), "session" if named else None))
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
-        method, path = scope["method"], scope["path"]
+        # HEAD is GET without the body of the answer, which uvicorn leaves out.
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        path = scope["path"]
         authorized = self._authorized(scope)
         if path == "/health" and method == "GET" and not authorized:
             return await _send_json(send, {"status": self.table.health().status})
@@ -93,17 +100,64 @@ class CodeEnvApp:
             text = metrics.render(self.table.metrics, self.table.health(), self.table.active)
             return await _send(send, 200, text.encode(), b"text/plain; version=0.0.4")
         if (method, path) == ("POST", "/v1/batch"):
-            return await self._batch(await _read_body(scope, receive), receive, send)
+            return await self._batch(await self._read_body(scope, receive), receive, send)
         handler = self._routes.get((method, path)) or self._session_route(method, path)
         if handler is None:
-            if path in self._paths:
-                raise Refusal("method", f"{path} does not take {method}")
-            raise Refusal(
-                "not_found", f"no such path: {path}; there are {', '.join(sorted(self._paths))}"
-            )
-        body = await _read_body(scope, receive)
+            allowed = [known for known, taken in self._methods if taken == path]
+            if allowed:
+                error = wire.WireError(
+                    "method", f"{path} does not take {method}; it takes {', '.join(allowed)}"
+                )
+                self.table.metrics.refused["method"] += 1
+                return await _send_error(send, error, (b"allow", ", ".join(allowed).encode()))
+            known = sorted({taken for _, taken in self._methods})
+            raise Refusal("not_found", f"no such path: {path}; there are {', '.join(known)}")
+        body = await self._read_body(scope, receive)
         answer = await _until_disconnect(handler(body), receive)
         return await _send_json(send, answer)
+
+    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
+        """The request body, bounded in size and time; so is the sum of those being read."""
+        headers = dict(scope["headers"])
+        encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+        if encoding != "identity":
+            raise Refusal(
+                "bad_json", f"content-encoding: {encoding} is not supported; send plain JSON"
+            )
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > wire.MAX_BODY_BYTES:
+            raise _too_large()
+        parts: list[bytes] = []
+        try:
+            async with asyncio.timeout(deadlines.BODY_READ_S):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise Refusal(
+                            "bad_json", "the caller disconnected before the body was complete"
+                        )
+                    parts.append(message.get("body", b""))
+                    self._body_bytes += len(parts[-1])
+                    self._check_body(parts)
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError as error:
+            raise Refusal(
+                "bad_json", f"the body was not complete after {deadlines.BODY_READ_S:g} s"
+            ) from error
+        finally:
+            self._body_bytes -= sum(map(len, parts))
+
+    def _check_body(self, parts: list[bytes]) -> None:
+        if sum(map(len, parts)) > wire.MAX_BODY_BYTES:
+            raise _too_large()
+        if self._body_bytes > MAX_BODIES_BYTES:
+            raise Refusal(
+                "queue_full",
+                f"the bodies of all requests being read are above {MAX_BODIES_BYTES} bytes; "
+                "try again later, or send smaller batches",
+                retry_after_s=1.0,
+            )
 
     def _authorized(self, scope: Scope) -> bool:
         if self.token is None:
@@ -289,32 +343,6 @@ class BatchStream:
 # --------------------------------------------------------------------------- ASGI helpers
 
 
-async def _read_body(scope: Scope, receive: Receive) -> bytes:
-    """The request body, bounded in size and time."""
-    length = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
-    if length.isdigit() and int(length) > wire.MAX_BODY_BYTES:
-        raise _too_large()
-    parts, size = [], 0
-    try:
-        async with asyncio.timeout(deadlines.BODY_READ_S):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise Refusal(
-                        "bad_json", "the caller disconnected before the body was complete"
-                    )
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                if size > wire.MAX_BODY_BYTES:
-                    raise _too_large()
-                if not message.get("more_body", False):
-                    return b"".join(parts)
-    except TimeoutError as error:
-        raise Refusal(
-            "bad_json", f"the body was not complete after {deadlines.BODY_READ_S:g} s"
-        ) from error
-
-
 def _too_large() -> Refusal:
     message = f"the body is above {wire.MAX_BODY_BYTES} bytes; send smaller batches"
     return Refusal("too_large", message)
@@ -357,8 +385,8 @@ async def _send_json(send: Send, value: Any) -> None:
     await _send(send, 200, wire.encode(value), JSON)
 
 
-async def _send_error(send: Send, error: wire.WireError) -> None:
-    headers: list[tuple[bytes, bytes]] = []
+async def _send_error(send: Send, error: wire.WireError, *more: tuple[bytes, bytes]) -> None:
+    headers = list(more)
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(math.ceil(error.retry_after_s)).encode()))
     if error.code == "unauthorized":

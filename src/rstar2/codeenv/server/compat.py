@@ -2,8 +2,9 @@
 
 Requests are parsed as leniently as the originals parse them (unknown fields are ignored, ids may
 repeat), and responses have their field names. Unsupported requests (another language, files) are
-refused by name instead of being ignored. Programs run as scripts: the value of a last expression
-is not shown, and a traceback is part of stderr.
+refused by name instead of being ignored. A refused submission of a batch is answered in its place
+with the reason `invalid_input`; the others run. Programs run as scripts: the value of a last
+expression is not shown, and a traceback is part of stderr.
 
     code-judge      POST /run, /run/batch, /run/long-batch, /judge, /judge/batch,
                     /judge/long-batch; GET /ping, /status
@@ -25,6 +26,8 @@ from rstar2.codeenv.server.calls import CallTable
 from rstar2.codeenv.wire import Refusal
 from rstar2.types import Limits, Outcome, ToolResult
 
+CODE_JUDGE_WALL_S = 10.0
+"""The limit of a submission (code-judge's default), or the server's cap if that is lower."""
 BATCH_DEADLINE_S = 60.0
 LONG_BATCH_DEADLINE_S = 3600.0
 RUN_CODE_QUEUE_S = 60.0
@@ -44,16 +47,23 @@ class Submission(msgspec.Struct, frozen=True):
     expected_output: str | None = None
 
 
+class SubmissionId(msgspec.Struct, frozen=True):
+    """The id of a submission whose other fields were refused."""
+
+    sub_id: str | None = None
+
+
 class BatchSubmission(msgspec.Struct, frozen=True):
     """Several programs, answered together in their order."""
 
-    submissions: list[Submission]
+    submissions: list[msgspec.Raw]
     sub_id: str | None = None
     type: Literal["batch"] = "batch"
 
 
 class SubmissionResult(msgspec.Struct, frozen=True):
-    """`reason` is worker_timeout, queue_timeout (ask again), internal_error, or empty."""
+    """`reason` is worker_timeout, queue_timeout (try again), internal_error, invalid_input, or
+    empty."""
 
     sub_id: str
     success: bool
@@ -85,10 +95,13 @@ class BatchResult(msgspec.Struct, frozen=True):
 
 
 class RunCode(msgspec.Struct, frozen=True):
-    """A SandboxFusion request; compile_timeout means nothing for Python."""
+    """A SandboxFusion request; compile_timeout means nothing for Python.
+
+    verl's tool sends only `code`, so `language` has a default here.
+    """
 
     code: str
-    language: str
+    language: str = "python"
     run_timeout: float = 10.0
     compile_timeout: float = 10.0
     memory_limit_MB: int = -1
@@ -156,26 +169,52 @@ class Compat:
         batch = wire.read(body, BatchSubmission)
         if not batch.submissions:
             raise Refusal("invalid", "submissions: is empty; send at least one", "submissions")
-        for index, submission in enumerate(batch.submissions):
-            _check_python(submission.type, f"submissions[{index}].type")
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._submit(s, deadline_s)) for s in batch.submissions]
-        except* Refusal as refusals:
-            raise refusals.exceptions[0] from None
-        results = [task.result() for task in tasks]
+                tasks = [
+                    group.create_task(self._item(index, raw, deadline_s))
+                    for index, raw in enumerate(batch.submissions)
+                ]
+        except* Refusal as shutting_down:
+            raise shutting_down.exceptions[0] from None
+        answers = [task.result() for task in tasks]
+        refusals = [answer for answer in answers if isinstance(answer, Refusal)]
+        if len(refusals) == len(answers):
+            raise refusals[0]
+        self.table.metrics.refused.update(refusal.wire.code for refusal in refusals)
+        results = [
+            _refused(raw, answer) if isinstance(answer, Refusal) else answer
+            for raw, answer in zip(batch.submissions, answers, strict=True)
+        ]
         sub_id = batch.sub_id or str(uuid.uuid4())
         if judge:
             return BatchResult(sub_id, [_without_output(result) for result in results])
         return BatchResult(sub_id, results)
+
+    async def _item(
+        self, index: int, raw: msgspec.Raw, deadline_s: float
+    ) -> SubmissionResult | Refusal:
+        """The result of one submission of a batch, or why it was refused."""
+        try:
+            submission = wire.read(bytes(raw), Submission)
+            _check_python(submission.type, "type")
+            return await self._submit(submission, deadline_s)
+        except Refusal as refusal:
+            if refusal.wire.code == "shutting_down":
+                raise
+            place, field = f"submissions[{index}]", refusal.wire.field
+            if field is None or not str(refusal).startswith(field):
+                return Refusal(refusal.wire.code, f"{place}: {refusal}", place)
+            return Refusal(refusal.wire.code, f"{place}.{refusal}", f"{place}.{field}")
 
     async def _submit(self, submission: Submission, deadline_s: float) -> SubmissionResult:
         sub_id = submission.sub_id or str(uuid.uuid4())
         started_s = asyncio.get_running_loop().time()
         try:
             result = await self._run(
-                submission.solution, submission.input or "", Limits(), deadline_s
-            )
+                submission.solution, submission.input or "", self._time_limits(CODE_JUDGE_WALL_S),
+                deadline_s,
+            )  # fmt: skip
         except Refusal as refusal:
             if refusal.wire.code != "queue_full":
                 raise
@@ -202,9 +241,9 @@ class Compat:
             if value:
                 raise Refusal("invalid", f"{field}: files are not supported; leave it out", field)
         memory_mb = asked.memory_limit_MB if asked.memory_limit_MB > 0 else None
-        cap = self.table.config.cap
-        cpu_s = min(asked.run_timeout, cap.cpu_s) if cap.cpu_s else asked.run_timeout
-        limits = Limits(wall_s=asked.run_timeout, cpu_s=cpu_s, memory_mb=memory_mb)
+        limits = dataclasses.replace(
+            self._time_limits(asked.run_timeout), wall_s=asked.run_timeout, memory_mb=memory_mb
+        )
         result = await self._run(
             asked.code, asked.stdin or "", limits, asked.run_timeout + RUN_CODE_QUEUE_S
         )
@@ -224,6 +263,13 @@ class Compat:
 
     # ----------------------------------------------------------------- both
 
+    def _time_limits(self, wall_s: float) -> Limits:
+        """Wall and CPU limits of `wall_s`, each lowered to the server's cap."""
+        cap = self.table.config.cap
+        return Limits(
+            wall_s=min(wall_s, cap.wall_s or wall_s), cpu_s=min(wall_s, cap.cpu_s or wall_s)
+        )
+
     async def _run(self, code: str, stdin: str, limits: Limits, deadline_s: float) -> ToolResult:
         """Run under a new id, with the largest output that the server allows."""
         cap = self.table.config.cap
@@ -238,6 +284,16 @@ class Compat:
 def _check_python(language: str, field: str) -> None:
     if language != "python":
         raise Refusal("invalid", f"{field}: {language!r} is not supported; only 'python' is", field)
+
+
+def _refused(raw: msgspec.Raw, refusal: Refusal) -> SubmissionResult:
+    """The place of a refused submission in the results of its batch."""
+    try:
+        sub_id = msgspec.json.decode(raw, type=SubmissionId).sub_id
+    except msgspec.MsgspecError:
+        sub_id = None
+    sub_id = sub_id or str(uuid.uuid4())
+    return SubmissionResult(sub_id, False, False, 0.0, "", str(refusal), "invalid_input")
 
 
 def _stderr(result: ToolResult) -> str:

@@ -30,6 +30,13 @@ from rstar2.codeenv import deadlines
 from rstar2.codeenv.protocol import Executor
 from rstar2.codeenv.server.app import CodeEnvApp
 from rstar2.codeenv.server.calls import CallTable
+from rstar2.codeenv.server.connections import (
+    BACKLOG,
+    MAX_HEAD_BYTES,
+    HttpConnection,
+    HttpServer,
+    connection_bound,
+)
 from rstar2.codeenv.wire import ServerReady
 from rstar2.config import CodeEnvConfig
 from rstar2.config.check import LOOPBACK
@@ -43,12 +50,13 @@ _START = (
 )
 
 
-class QuietServer(uvicorn.Server):
-    """uvicorn without its signal handling: `serve` controls the shutdown."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+def http_config(app: CodeEnvApp) -> uvicorn.Config:
+    """How uvicorn serves the application. Its warnings are off: callers could flood the log."""
+    return uvicorn.Config(
+        app, log_config=None, log_level="error", access_log=False, lifespan="off",
+        server_header=False, timeout_keep_alive=int(deadlines.KEEP_ALIVE_S), ws="none",
+        http=HttpConnection, h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+    )  # fmt: skip
 
 
 def make_executor(config: CodeEnvConfig) -> Executor:
@@ -81,7 +89,7 @@ def bind(config: CodeEnvConfig) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((config.host, config.port))
-        sock.listen(1024)
+        sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
         raise UserError(
@@ -102,13 +110,14 @@ async def serve(
 ) -> None:
     """Serve until a signal or the end of the owner; returns when every process has ended."""
     check_exposure(config)
+    connections = connection_bound(config.connections)
     stop = StopSignal()
     with bind(config) as sock, stop.on_signals():
         watching = asyncio.create_task(_watch_owner(owner, stop)) if owner else None
         executor = executor or make_executor(config)
         try:
             if await _start(executor, stop):
-                await _serve(config, executor, sock, stop, on_ready, grace_s)
+                await _serve(config, executor, sock, connections, stop, on_ready, grace_s)
         finally:
             if watching is not None:
                 watching.cancel()
@@ -132,6 +141,7 @@ async def _serve(
     config: CodeEnvConfig,
     executor: Executor,
     sock: socket.socket,
+    connections: int,
     stop: StopSignal,
     on_ready: Callable[[ServerReady], None],
     grace_s: float,
@@ -139,12 +149,7 @@ async def _serve(
     """Answer requests until a stop is requested, then shut down in order."""
     server_id = f"{socket.gethostname()}:{sock.getsockname()[1]}:{secrets.token_hex(3)}"
     table = CallTable(executor, config, server_id)
-    server = QuietServer(
-        uvicorn.Config(
-            CodeEnvApp(table, config.token), log_config=None, access_log=False, lifespan="off",
-            server_header=False, timeout_keep_alive=75, ws="none", backlog=1024,
-        )
-    )  # fmt: skip
+    server = HttpServer(http_config(CodeEnvApp(table, config.token)), connections)
     gc.collect()
     gc.freeze()  # imported objects stay: no collection needs to visit them again
     serving = asyncio.create_task(server.serve(sockets=[sock]))
@@ -154,7 +159,7 @@ async def _serve(
 
 
 async def _shut_down(
-    server: QuietServer,
+    server: HttpServer,
     table: CallTable,
     serving: asyncio.Task[None],
     stop: StopSignal,

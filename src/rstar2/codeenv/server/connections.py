@@ -1,0 +1,204 @@
+"""The HTTP server: accepts connections up to a bound, and closes those whose caller is silent.
+
+A connection costs a descriptor, and a process has a limited number of them (often 1,024). So:
+
+- `raise_descriptor_limit` raises the soft limit to the hard one when the server starts.
+- At most `connections` are open, and at most half of the descriptors: workers need the others.
+- At that bound a new connection replaces the one that has waited longest for its caller. If every
+  connection is serving a request, the new one is answered with 503 and closed.
+- A caller has `HEADER_READ_S` to send the head of a request, and a connection without a request
+  stays open for `KEEP_ALIVE_S`. A caller that does not read its last answer is disconnected.
+- If accepting fails nevertheless, the server pauses and logs once a minute. asyncio's own accept
+  loop would retry and log a thousand times a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import resource
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from rstar2.codeenv import deadlines
+
+log = logging.getLogger(__name__)
+
+MOST_DESCRIPTORS = 65_536
+MAX_HEAD_BYTES = 64 << 10
+BACKLOG = 1024
+
+_BUSY_BODY = (
+    b'{"error":{"code":"queue_full","message":"every connection of this server is serving a '
+    b'request; try again later, or raise its number with --connections","retry_after_s":1.0}}'
+)
+BUSY_RESPONSE = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+    b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(_BUSY_BODY), _BUSY_BODY)
+)
+
+
+def raise_descriptor_limit() -> int:
+    """Raise the soft limit of open descriptors as far as allowed and useful; return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        return most
+    return MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+
+
+def connection_bound(wanted: int) -> int:
+    """`wanted`, or half of this process's descriptors if that is less (with a warning)."""
+    half = raise_descriptor_limit() // 2
+    if wanted > half:
+        log.warning(
+            "connections: %d need more descriptors than this process may open; serving at most %d. "
+            "Raise the hard limit (`ulimit -Hn`) for more", wanted, half,
+        )  # fmt: skip
+    return min(wanted, half)
+
+
+class HttpConnection(H11Protocol):
+    """uvicorn's connection, which also records since when it waits for its caller."""
+
+    waits_since_s = math.inf
+    in_head = True
+    """The caller has connected or sent the first byte of a request, but not yet the whole head."""
+    _closing = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait(in_head=True)
+
+    def data_received(self, data: bytes) -> None:
+        first = not self.in_head and not self.busy
+        super().data_received(data)
+        if first:
+            self._wait(in_head=True)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._wait(in_head=bool(self.conn.trailing_data[0]))
+
+    def _wait(self, *, in_head: bool) -> None:
+        self.waits_since_s = self.loop.time()
+        self.in_head = in_head
+
+    @property
+    def busy(self) -> bool:
+        """True while a request is being read or answered."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def overdue(self, now_s: float, header_read_s: float) -> bool:
+        """True if the caller has been silent, or has not read its last answer, for too long."""
+        waited_s = now_s - self.waits_since_s
+        if self.transport.is_closing():
+            if not self._closing:
+                self._closing = True
+                self._wait(in_head=False)
+                return False
+            return waited_s > deadlines.CLOSE_S
+        if self.busy:
+            return False
+        return waited_s > (header_read_s if self.in_head else deadlines.KEEP_ALIVE_S)
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn with bounded connections and without its signal handling (see `serve`)."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        connections: int,
+        header_read_s: float = deadlines.HEADER_READ_S,
+    ) -> None:
+        super().__init__(config)
+        self.connections = connections
+        self.header_read_s = header_read_s
+        self._warned_s = -math.inf
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.lifespan.startup()
+        self.servers = []
+        self._tasks = [asyncio.create_task(self._accept(sock)) for sock in sockets or ()]
+        self._tasks.append(asyncio.create_task(self._close_overdue()))
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.stop_accepting()
+        await super().shutdown(sockets)
+
+    async def stop_accepting(self) -> None:
+        """Accept no further connection; those that are open stay open."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _accept(self, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        sock.setblocking(False)
+        while True:
+            try:
+                peer, _ = await loop.sock_accept(sock)
+                await self._admit(peer)
+            except ConnectionError:  # the caller left before it was accepted
+                continue
+            except OSError as error:
+                self._warn(error)
+                self._close_longest_waiting()
+                await asyncio.sleep(deadlines.ACCEPT_RETRY_S)
+
+    async def _admit(self, peer: socket.socket) -> None:
+        full = len(self.server_state.connections) >= self.connections
+        if full and not self._close_longest_waiting():
+            with peer, contextlib.suppress(OSError):
+                peer.send(BUSY_RESPONSE)
+            return
+        loop = asyncio.get_running_loop()
+        await loop.connect_accepted_socket(self._connection, peer)
+
+    def _connection(self) -> HttpConnection:
+        return HttpConnection(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+
+    def _open(self) -> list[HttpConnection]:
+        open_now = self.server_state.connections
+        return [connection for connection in open_now if isinstance(connection, HttpConnection)]
+
+    def _close_longest_waiting(self) -> bool:
+        """Close the idle connection that has waited longest; False if every one is busy."""
+        idle = [c for c in self._open() if not c.busy and not c.transport.is_closing()]
+        if not idle:
+            return False
+        min(idle, key=lambda connection: connection.waits_since_s).transport.abort()
+        return True
+
+    async def _close_overdue(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(min(1.0, self.header_read_s))
+            for connection in self._open():
+                if connection.overdue(loop.time(), self.header_read_s):
+                    connection.transport.abort()
+
+    def _warn(self, error: OSError) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._warned_s < deadlines.ACCEPT_WARNING_S:
+            return
+        self._warned_s = now_s
+        log.warning(
+            "cannot accept connections (%s); retrying every %g s. If this persists, raise the "
+            "limit of open files (`ulimit -n`)", error.strerror, deadlines.ACCEPT_RETRY_S,
+        )  # fmt: skip
