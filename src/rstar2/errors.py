@@ -12,6 +12,7 @@ one that belongs to a single module is defined there, and the drawing names that
     │   │   └── TornError [learner.checkpoint]     incomplete on disk
     │   ├── NotRecordedError [viewer.run]          the run did not record this
     │   ├── UndescribedModelError [model_config]   a model without a readable config.json
+    │   ├── ChatRequestError [endpoint.chat]       a chat request that cannot be served
     │   └── Refusal [codeenv.wire]                 a request that the code environment refuses
     ├── InfrastructureError                        retried, then dropped and counted; never reward 0
     │   ├── DeadlineError                          a wait timed out

@@ -329,29 +329,12 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Trajectory:
-    """One rollout, exact to the token. `reward` and `failure` are mutually exclusive."""
+class TokenSegment:
+    """A prompt and the turns that continue it. A trajectory has one, except if its agent is a
+    program that rewrites its history (`endpoint.segments`)."""
 
-    id: str
-    problem_id: str
-    group_id: str
-    seed: int
     prompt_ids: tuple[int, ...]
     turns: tuple[Turn, ...]
-    stop: StopReason
-    answer_tags: int = 0
-    """How often the model answered, as its environment counts (such as <answer> tags)."""
-    format_penalty: float = 0.0
-    """RoC's p_format, as its environment defines it."""
-    text: str = ""
-    """Decoded completion (turns and tool responses), for people; never read by policies."""
-    answer: str | None = None
-    """The answer that is graded, as its environment reads it from the sampled text."""
-    reward: Reward | None = None
-    failure: Failure | None = None
-    started_at: float = 0.0
-    wall_s: float = 0.0
-    attempts: int = 1
 
     @property
     def completion_ids(self) -> tuple[int, ...]:
@@ -386,10 +369,69 @@ class Trajectory:
     def sampled_tokens(self) -> int:
         return sum(len(turn.sampled_ids) for turn in self.turns)
 
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One rollout, exact to the token. `reward` and `failure` are mutually exclusive."""
+
+    id: str
+    problem_id: str
+    group_id: str
+    seed: int
+    prompt_ids: tuple[int, ...]
+    turns: tuple[Turn, ...]
+    stop: StopReason
+    answer_tags: int = 0
+    """How often the model answered, as its environment counts (such as <answer> tags)."""
+    format_penalty: float = 0.0
+    """RoC's p_format, as its environment defines it."""
+    text: str = ""
+    """Decoded completion (turns and tool responses), for people; never read by policies."""
+    answer: str | None = None
+    """The answer that is graded, as its environment reads it from the sampled text."""
+    reward: Reward | None = None
+    failure: Failure | None = None
+    started_at: float = 0.0
+    wall_s: float = 0.0
+    attempts: int = 1
+    more_segments: tuple[TokenSegment, ...] = ()
+    """Further segments of the same rollout; they share its reward and advantage."""
+
+    @property
+    def segments(self) -> tuple[TokenSegment, ...]:
+        """All segments. The next four properties are those of the first."""
+        return (TokenSegment(self.prompt_ids, self.turns), *self.more_segments)
+
+    @property
+    def completion_ids(self) -> tuple[int, ...]:
+        return self.segments[0].completion_ids
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.segments[0].token_ids
+
+    @property
+    def mask(self) -> tuple[int, ...]:
+        return self.segments[0].mask
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        return self.segments[0].logprobs
+
+    @property
+    def oldest_version(self) -> WeightVersion | None:
+        versions = [s.oldest_version for s in self.segments if s.oldest_version is not None]
+        return min(versions) if versions else None
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(segment.sampled_tokens for segment in self.segments)
+
     @property
     def results(self) -> Iterator[ToolResult]:
-        for turn in self.turns:
-            yield from turn.results
+        for segment in self.segments:
+            for turn in segment.turns:
+                yield from turn.results
 
     @property
     def calls(self) -> int:

@@ -11,7 +11,7 @@ from rstar2.config import LossConfig, RocConfig
 from rstar2.errors import InvariantError
 from rstar2.grpo import make_batch, resample_groups, select, split_minibatches, teaches
 from rstar2.grpo.batch import repeated_share
-from rstar2.types import Group, Sample, Selection, StopReason
+from rstar2.types import Group, Sample, Selection, StopReason, TokenSegment, Turn
 
 if TYPE_CHECKING:
     from tests.grpo.conftest import MakeGroup, MakeTrajectory
@@ -31,6 +31,21 @@ def test_sample_carries_the_trajectory(trajectory: MakeTrajectory, group: MakeGr
     assert first.mask == (0, 0, 0, 1, 1, 0, 0, 1, 1)
     assert first.logprobs == (0, 0, 0, -0.5, -0.5, 0, 0, -0.25, -0.25)
     assert (first.group_id, first.trajectory_id, first.version) == ("g", "t0", 3)
+
+
+def test_a_rollout_of_several_segments_counts_once_and_trains_each_segment(
+    trajectory: MakeTrajectory, group: MakeGroup
+) -> None:
+    """Two rollouts, one of them with two segments: the advantages are those of two rollouts."""
+    more = (TokenSegment((1, 2), (Turn((7, 8), (-0.5, -0.5), ((4, 2),)),)),)
+    made = group([replace(trajectory(0, 1.0), more_segments=more), trajectory(1, 0.0)])
+    first, second, third = make_batch(7, [pair(made)], LossConfig()).samples
+    assert [s.advantage for s in (first, second, third)] == [1.0, 1.0, -1.0]
+    assert [s.trajectory_id for s in (first, second, third)] == ["t0", "t0#1", "t1"]
+    assert second.token_ids == (1, 2, 7, 8)
+    assert second.mask == (0, 0, 1, 1)
+    assert second.version == 4
+    assert made.trajectories[0].sampled_tokens == first.trained_tokens + second.trained_tokens
 
 
 def test_advantages_are_over_the_kept_only(trajectory: MakeTrajectory, group: MakeGroup) -> None:

@@ -46,6 +46,8 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
 RESPONSE_TAGS = ("<tool_response>", "</tool_response>")
 SETTINGS = "rstar2_template"
 """Key of tokenizer_config.json under which a checkpoint keeps its TemplateConfig."""
+MARKER = "@@rstar2-content-"
+"""Takes the place of a message's content while a chat template is rendered."""
 CHARS_PER_TOKEN = 16
 """Tool output beyond this many characters per allowed token is cut before it is tokenised."""
 
@@ -187,6 +189,50 @@ class Template:
                 return cut
             room -= max(1, total - limit)
         return text if total <= limit else ""
+
+    # ----------------------------------------------------------------- chats of other programs
+
+    def chat_ids(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        sampled: Mapping[int, tuple[int, ...]],
+        prefix: tuple[int, ...] = (),
+        skip: int = 0,
+    ) -> tuple[int, ...]:
+        """The prompt for the next turn of a chat whose messages another program wrote.
+
+        `sampled` has the ids of assistant messages that the model sampled, by their number among
+        the assistant messages; the others are tokenised. `prefix` has the ids of everything up to
+        and including the first `skip` assistant messages, which is then not rendered again.
+        """
+        stem = MARKER
+        while any(stem in message.content for message in messages):
+            stem = f"@{stem}"
+        prepared, replies = [], []
+        for message in messages:
+            content = self._neutral(message.content)
+            if message.role == "assistant":
+                replies.append(content)
+                content = _marker(len(replies), stem)
+            prepared.append(Message(message.role, content))
+        text = self._render(_merge_tool_messages(prepared), tools, add_generation_prompt=True)
+        ids = list(prefix)
+        for number, content in enumerate(replies):
+            before, text = _split(text, _marker(number + 1, stem))
+            _, text = _split(text, self._frames.end_of_turn)
+            if number >= skip:
+                ids += self._after_turn(ids, before.removesuffix(self._frames.before_reply))
+                ids += sampled[number] if number in sampled else self.encode_turn(content)
+        return (*ids, *self._after_turn(ids, text))
+
+    def _after_turn(self, ids: Sequence[int], text: str) -> tuple[int, ...]:
+        """Encode what follows a turn, with the end-of-turn token if the turn lacks it."""
+        if not ids:
+            return self.encode(text)
+        end = () if ids[-1] in self.stop_ids else (self._end_id,)
+        return (*end, *self._encode_after_end(text))
 
     # ----------------------------------------------------------------- SFT
 
@@ -344,8 +390,8 @@ def settings_of(tokenizer: PreTrainedTokenizerFast) -> TemplateConfig | None:
     return None if settings is None else TemplateConfig.model_validate(settings)
 
 
-def _marker(index: int) -> str:
-    return f"@@rstar2-content-{index}@@"
+def _marker(index: int, stem: str = MARKER) -> str:
+    return f"{stem}{index}@@"
 
 
 def _split(text: str, marker: str) -> tuple[str, str]:

@@ -49,26 +49,28 @@ def _samples(group: Group, selection: Selection, loss: LossConfig) -> Iterable[S
             continue
         if not trajectory.sampled_tokens:
             continue
-        if not trajectory.prompt_ids:
+        if not all(segment.prompt_ids for segment in trajectory.segments):
             raise InvariantError(f"trajectory {trajectory.id} has no prompt to condition on")
         if loss.ngram_penalty and advantage > 0:
             advantage *= max(0.0, 1.0 - loss.ngram_penalty * repeated_share(trajectory))
-        yield Sample(
-            token_ids=trajectory.token_ids,
-            mask=trajectory.mask,
-            logprobs=trajectory.logprobs,
-            advantage=advantage,
-            group_id=group.id,
-            trajectory_id=trajectory.id,
-            version=trajectory.oldest_version or 0,
-        )
+        for number, segment in enumerate(trajectory.segments):
+            if segment.sampled_tokens:
+                yield Sample(
+                    token_ids=segment.token_ids,
+                    mask=segment.mask,
+                    logprobs=segment.logprobs,
+                    advantage=advantage,
+                    group_id=group.id,
+                    trajectory_id=f"{trajectory.id}#{number}" if number else trajectory.id,
+                    version=segment.oldest_version or 0,
+                )
 
 
 def repeated_share(trajectory: Trajectory) -> float:
     """Share of a rollout's runs of NGRAM sampled tokens that occurred earlier in the rollout."""
     seen: set[tuple[int, ...]] = set()
     total = repeated = 0
-    for turn in trajectory.turns:
+    for turn in (turn for segment in trajectory.segments for turn in segment.turns):
         for start in range(len(turn.sampled_ids) - NGRAM + 1):
             gram = turn.sampled_ids[start : start + NGRAM]
             total += 1
