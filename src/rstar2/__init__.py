@@ -1,3 +1,56 @@
-"""rstar2: train language models to reason with a Python tool, by agentic reinforcement learning."""
+"""rstar2: train language models to reason with a Python tool, by agentic reinforcement learning.
+
+The public names are imported on first use, so that `import rstar2` takes milliseconds and loads
+neither torch nor pydantic. A public name has two lines here: one for type checkers, and one in the
+table.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rstar2.errors import CodeEnvError as CodeEnvError
+    from rstar2.errors import InfrastructureError as InfrastructureError
+    from rstar2.errors import RstarError as RstarError
+    from rstar2.errors import UserError as UserError
+    from rstar2.grpo.roc import resample_on_correct as resample_on_correct
+    from rstar2.types import Outcome as Outcome
+    from rstar2.types import ToolResult as ToolResult
 
 __version__ = "0.2.0"
+
+_PUBLIC = {
+    "CodeEnvError": "rstar2.errors",
+    "InfrastructureError": "rstar2.errors",
+    "Outcome": "rstar2.types",
+    "RstarError": "rstar2.errors",
+    "ToolResult": "rstar2.types",
+    "UserError": "rstar2.errors",
+    "resample_on_correct": "rstar2.grpo.roc",
+}
+"""Public name -> the module that defines it."""
+
+__all__ = sorted(_PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use (PEP 562)."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'rstar2' has no attribute {name!r}")
+    try:
+        value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    except ModuleNotFoundError as error:
+        from rstar2 import extras
+
+        missing = extras.explain(error, f"rstar2.{name}")
+        if missing is None:
+            raise
+        raise missing from error
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

@@ -11,6 +11,7 @@ one that belongs to a single module is defined there, and the drawing names that
     │   ├── CheckpointError                        torn, missing or of another run
     │   │   └── TornError [learner.checkpoint]     incomplete on disk
     │   ├── NotRecordedError [viewer.run]          the run did not record this
+    │   ├── MissingExtraError [extras]             a package that an extra of rstar2 installs
     │   ├── UndescribedModelError [model_config]   a model without a readable config.json
     │   ├── ChatRequestError [endpoint.chat]       a chat request that cannot be served
     │   └── Refusal [codeenv.wire]                 a request that the code environment refuses

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from rstar2 import extras
 from rstar2.errors import InfrastructureError, UserError
 
 COMMANDS = {
@@ -108,7 +109,13 @@ def root(
 def main(argv: list[str] | None = None) -> Any:
     """Entry point: turn named errors into one message and an exit code."""
     try:
-        return app(args=argv)
+        try:
+            return app(args=argv)
+        except ModuleNotFoundError as error:
+            missing = extras.explain(error, "this command")
+            if missing is None:
+                raise
+            raise missing from error
     except UserError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from rstar2 import machine
+from rstar2 import extras, machine
 from rstar2.config.schema import Recipe
 from rstar2.errors import RecipeError, UserError
 from rstar2.model_config import (
@@ -60,6 +60,7 @@ def preflight(recipe: Recipe, run: Path) -> None:
 
 def check_supported(recipe: Recipe) -> None:
     """Refuse settings that the schema allows but this installation does not support."""
+    extras.need("torch", "transformers", "scipy", "jinja2", feature="training")
     engine = recipe.engine
     if engine.kind == "openai":
         raise RecipeError("engine.kind = openai cannot receive weights: use embedded or vllm")

@@ -9,12 +9,15 @@ reward (0). Leaving them out of the loss (`overlong_filter`) and reducing the we
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from rstar2.config import LossConfig, RocConfig
 from rstar2.errors import InvariantError
 from rstar2.grpo.advantage import advantages
 from rstar2.grpo.roc import select
 from rstar2.types import Batch, Group, Sample, Selection, Trajectory
+
+if TYPE_CHECKING:  # other trainers use this package without pydantic
+    from rstar2.config import LossConfig, RocConfig
 
 NGRAM = 20
 """Sampled tokens in a row that count as repetition when they occur again."""

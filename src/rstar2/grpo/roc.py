@@ -22,10 +22,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from rstar2.config import RocConfig
 from rstar2.errors import UserError
 from rstar2.types import Choice, Group, Selection, Trajectory
+
+if TYPE_CHECKING:  # other trainers use RoC without pydantic
+    from rstar2.config import RocConfig
 
 RELEASE_MINIMUM = 2
 """The released code keeps at least this many of each kind where they exist."""
