@@ -76,8 +76,7 @@ def test_a_command_without_its_extra_is_refused_in_one_line(tmp_path: Path) -> N
     )
     assert done.returncode == 2
     assert done.stderr == (
-        "error: this command needs starlette, which is not installed: "
-        "pip install 'rstar2[train]'\n"
+        "error: this command needs starlette, which is not installed: pip install 'rstar2[train]'\n"
     )
 
 
