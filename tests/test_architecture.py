@@ -104,7 +104,7 @@ ROOMS = {
     "jail": ("client", "server"),
 }
 """Each package of the code environment, and the packages that it must not import."""
-SHARED = {"", "deadlines", "protocol", "wire"}
+SHARED = {"", "deadlines", "protocol", "sizes", "wire"}
 """Modules of the code environment that all three packages may import."""
 
 

@@ -149,15 +149,17 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Number of characters cut from the middle of each stream; 0 means none."""
+    """Number of characters cut from the middle of each stream, and of files that were not
+    returned; 0 means none."""
 
     stdout: int = 0
     stderr: int = 0
     value: int = 0
     traceback: int = 0
+    files: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.stdout or self.stderr or self.value or self.traceback)
+        return bool(self.stdout or self.stderr or self.value or self.traceback or self.files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,8 @@ class ToolResult:
     isolation: str = ""
     server: str = ""
     attempts: int = 1
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """What the program created or changed in its working directory, if that was asked for."""
 
 
 # --------------------------------------------------------------------------- generation

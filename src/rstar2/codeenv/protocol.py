@@ -17,7 +17,11 @@ Isolation = Literal["strict", "portable"]
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """Execute `code`. `deadline_s` is the caller's whole budget, time in the queue included."""
+    """Execute `code`. `deadline_s` is the caller's whole budget, time in the queue included.
+
+    `files` are in the program's working directory when it starts, by relative path. With `collect`
+    the result has the files that the program created or changed there.
+    """
 
     id: str
     code: str
@@ -25,6 +29,8 @@ class RunRequest:
     limits: Limits = Limits()
     session: str | None = None
     deadline_s: float | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    collect: bool = False
 
 
 @dataclass(frozen=True, slots=True)

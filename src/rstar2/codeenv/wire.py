@@ -1,6 +1,7 @@
 """The HTTP protocol of the code environment: JSON bodies, their validation, and errors.
 
-    POST /v1/run      {"id", "code", "stdin"?, "limits"?, "session"?, "deadline_s"?} -> ToolResult
+    POST /v1/run      {"id", "code", "stdin"?, "limits"?, "session"?, "deadline_s"?,
+                       "files"?: {path: base64}, "collect"?: bool}                 -> ToolResult
     POST /v1/verify   {"id", "function", "arguments"?, "deadline_s"?}              -> VerifyResult
     POST /v1/batch    {"calls": [{"kind": "run", ...} | {"kind": "verify", ...}]}  -> BatchLines
     POST /v1/sessions {"id"?, "ttl_s"?}                                            -> SessionInfo
@@ -24,6 +25,7 @@ from typing import Any, Literal, TypeVar, cast
 import msgspec
 
 from rstar2.codeenv.protocol import CallRequest, RunRequest, VerifyRequest, VerifyResult
+from rstar2.codeenv.sizes import MAX_FILES, MAX_FILES_BYTES, MAX_PATH_BYTES, MAX_PATH_PARTS
 from rstar2.errors import UserError
 from rstar2.types import Limits, ToolResult
 
@@ -110,6 +112,8 @@ class RunIn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     limits: LimitsIn = LimitsIn()
     session: str | None = None
     deadline_s: float | None = None
+    files: dict[str, bytes] = {}
+    collect: bool = False
 
 
 class VerifyIn(
@@ -231,8 +235,15 @@ def to_run(call: RunIn, cap: Limits) -> RunRequest:
     _check_positive("deadline_s", call.deadline_s)
     if call.session is not None:
         check_session_id(call.session, "session")
+        if call.files or call.collect:
+            raise Refusal("invalid", "files: calls of a session take and return no files", "files")
+    if call.files:
+        check_files(call.files)
     limits = _to_limits(call.limits, cap)
-    return RunRequest(call.id, call.code, call.stdin, limits, call.session, call.deadline_s)
+    return RunRequest(
+        call.id, call.code, call.stdin, limits, call.session, call.deadline_s, call.files,
+        call.collect,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=256)
@@ -286,6 +297,39 @@ def check_session_id(value: str, field: str = "id") -> None:
         )
 
 
+def check_files(files: Mapping[str, bytes]) -> None:
+    """Refuse files that are too many, too large, or not below the working directory."""
+    if len(files) > MAX_FILES:
+        raise Refusal("too_large", f"files: {len(files)} files; send at most {MAX_FILES}", "files")
+    size = sum(map(len, files.values()))
+    if size > MAX_FILES_BYTES:
+        raise Refusal(
+            "too_large", f"files: {size} bytes in all; send at most {MAX_FILES_BYTES}", "files"
+        )
+    for name in files:
+        reason = _bad_path(name)
+        if reason is None and any(name.startswith(f"{other}/") for other in files):
+            reason = "is inside another file of this call"
+        if reason is not None:
+            raise Refusal("invalid", f"files: {name!r} {reason}", "files")
+
+
+def _bad_path(name: str) -> str | None:
+    """Why a path is refused; None if it is below the working directory and can be created."""
+    parts = name.split("/")
+    if "\0" in name or any(part in ("", ".", "..") for part in parts):
+        return "is not a relative path below the working directory, such as data/input.csv"
+    if len(parts) > MAX_PATH_PARTS:
+        return f"is more than {MAX_PATH_PARTS} directories deep"
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        return "has no UTF-8 form"
+    if size > MAX_PATH_BYTES:
+        return f"has {size} bytes; use at most {MAX_PATH_BYTES}"
+    return None
+
+
 def _check_size(field: str, value: str, most: int) -> None:
     if len(value) > most or (len(value) * 4 > most and len(value.encode()) > most):
         raise Refusal(
@@ -322,14 +366,15 @@ def _scrub(value: Any) -> Any:
 
 def encode_call(request: CallRequest, deadline_s: float) -> bytes:
     """One call of a batch, with the rest of the caller's budget as its deadline."""
-    if isinstance(request, RunRequest):
-        limits = _from_limits(request.limits)
+    if isinstance(request, VerifyRequest):
         return _encoder.encode(
-            RunIn(request.id, request.code, request.stdin, limits, request.session, deadline_s)
+            VerifyIn(request.id, request.function, dict(request.arguments), deadline_s)
         )
-    return _encoder.encode(
-        VerifyIn(request.id, request.function, dict(request.arguments), deadline_s)
-    )
+    call = RunIn(
+        request.id, request.code, request.stdin, _from_limits(request.limits), request.session,
+        deadline_s, dict(request.files), request.collect,
+    )  # fmt: skip
+    return _encoder.encode(call)
 
 
 @functools.lru_cache(maxsize=256)

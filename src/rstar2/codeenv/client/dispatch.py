@@ -397,5 +397,6 @@ def _bad_arguments(request: CallRequest, message: str) -> CallResult:
 
 def _size(request: CallRequest) -> int:
     if isinstance(request, RunRequest):
-        return len(request.code) + len(request.stdin)
+        files = sum(4 * len(content) // 3 for content in request.files.values())
+        return len(request.code) + len(request.stdin) + files
     return 1024

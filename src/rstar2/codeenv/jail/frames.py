@@ -1,9 +1,9 @@
 """Frames on the socket between the server and one worker: fixed headers followed by raw bytes.
 
-The server sends a `WorkerRequest` and its body (session name, code, standard input). The worker
-answers with a `WorkerReply`, standard output, standard error and the record. The record is what the
-program's process reports about its own end (value, traceback). It is untrusted: `Record.parse`
-accepts any bytes.
+The server sends a `WorkerRequest` and its body (session name, code, standard input, files). The
+worker answers with a `WorkerReply`, standard output, standard error, the record and files. The
+record is what the program's process reports about its own end (value, traceback). It is untrusted:
+`Record.parse` accepts any bytes.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ HELLO = b"rstar2 worker\n"
 
 RUN, VERIFY, SESSION_OPEN, SESSION_RUN, SESSION_BRANCH, SESSION_CLOSE, RUN_HERE = range(7)
 """RUN_HERE is a RUN that is not handed over to a warmer interpreter; see `handover`."""
-EXITED, WALL, CPU, OUTPUT, SCRATCH, NO_SESSION, PROCESSES = range(7)
+EXITED, WALL, CPU, OUTPUT, SCRATCH, NO_SESSION, PROCESSES, FILES = range(8)
 """Why a call ended. EXITED means that the program ended by itself; see the wait status."""
 
 
-REQUEST = struct.Struct("<QIIIIIIIIdd")
-REPLY = struct.Struct("<QiIIIIIddd")
+REQUEST = struct.Struct("<QIIIIIIIIddII")
+REPLY = struct.Struct("<QiIIIIIdddII")
 
 
 class WorkerRequest(NamedTuple):
-    """Header of a call. `name` (of a session), `code` and `stdin` are lengths in bytes."""
+    """Header of a call. `name` (of a session), `code`, `stdin` and `files` are lengths in bytes."""
 
     seq: int
     kind: int
@@ -39,6 +39,9 @@ class WorkerRequest(NamedTuple):
     output_chars: int
     wall_s: float
     cpu_s: float
+    files: int = 0
+    collect: int = 0
+    """1 to answer with the files that the program leaves in its working directory."""
 
     def pack(self) -> bytes:
         return REQUEST.pack(*self)
@@ -57,13 +60,21 @@ class WorkerReply(NamedTuple):
     wall_s: float
     cpu_s: float
     peak_mb: float
+    files: int = 0
+    left_out: int = 0
+    """Files that were not collected: too many, too large or unreadable."""
 
     def pack(self) -> bytes:
         return REPLY.pack(*self)
 
     @property
     def body(self) -> int:
-        return self.stdout + self.stderr + self.record
+        return self.stdout + self.stderr + self.record + self.files
+
+    def record_in(self, body: bytes) -> bytes:
+        """The record's bytes in the body of the answer."""
+        start = self.stdout + self.stderr
+        return body[start : start + self.record]
 
 
 def output_cap(output_chars: int) -> int:

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from rstar2.codeenv.jail import confine, frames, handover, runner, seccomp, syscalls
+from rstar2.codeenv.jail import confine, files, frames, handover, runner, seccomp, syscalls
 from rstar2.codeenv.jail.frames import WorkerReply, WorkerRequest
 
 RESULT_FD = 3
@@ -137,6 +137,7 @@ class JailWorker:
         self.body = Buffer(frames.MAX_BODY)
         cap = frames.output_cap(1 << 20) + (1 << 16)
         self.streams = [Buffer(cap) for _ in range(3)]
+        self.files = Buffer(files.MAX_PACKED)
         self.filter = None if spec.forks else seccomp.CallFilter(spec.level)
         self.namespace = runner.fresh_main()
         self.poller = select.poll()
@@ -158,7 +159,7 @@ class JailWorker:
         header = bytearray(frames.REQUEST.size)
         while self._receive(memoryview(header)):
             request = WorkerRequest(*frames.REQUEST.unpack(header))
-            length = request.name + request.code + request.stdin
+            length = request.name + request.code + request.stdin + request.files
             if length and not self._receive(self.body.view[:length]):
                 break
             self.body.used = length
@@ -170,12 +171,25 @@ class JailWorker:
 
     def answer(self, request: WorkerRequest) -> None:
         """Run one plain call or verification and reply."""
+        if request.files and not files.place(self.given_files(request)):
+            clean = self._clean_scratch()
+            self.send(WorkerReply(request.seq, 0, frames.FILES, not clean, 0, 0, 0, 0.0, 0.0, 0.0))
+            return
         self.reply(*self._run(request))
+
+    def given_files(self, request: WorkerRequest) -> memoryview:
+        """The packed files of a request, in the buffer of its body."""
+        start = request.name + request.code + request.stdin
+        return self.body.view[start : start + request.files]
 
     def reply(self, call: RunningCall, status: int, usage: resource.struct_rusage) -> None:
         """Clean scratch, then send the reply."""
         out, err, record = self.streams
         wall = time.monotonic() - call.started
+        left_out = 0
+        if call.request.collect:
+            given = self.given_files(call.request)
+            self.files.used, left_out = files.collect(given, self.files.view, self.fixtures)
         clean = self._clean_scratch()
         cpu = usage.ru_utime + usage.ru_stime
         peak = (usage.ru_maxrss - self.base_rss_kb) / 1024
@@ -183,6 +197,7 @@ class JailWorker:
             WorkerReply(
                 call.request.seq, status, call.cause, 0 if clean else 1,
                 out.used, err.used, record.used, wall, cpu, peak if peak > 0 else 0.0,
+                self.files.used, left_out,
             )
         )  # fmt: skip
 
@@ -190,7 +205,7 @@ class JailWorker:
         """Send the header and the streams together, then empty the buffers."""
         parts: list[memoryview | bytes] = [header.pack()]
         total = frames.REPLY.size
-        for stream in self.streams:
+        for stream in (*self.streams, self.files):
             if stream.used:
                 parts.append(stream.view[: stream.used])
                 total += stream.used
@@ -202,6 +217,7 @@ class JailWorker:
             os._exit(0)  # the server has closed the socket
         for stream in self.streams:
             stream.drop()
+        self.files.drop()
         self.body.drop()
 
     def _receive(self, view: memoryview) -> bool:

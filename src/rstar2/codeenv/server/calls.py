@@ -411,13 +411,15 @@ def _check_same(request: CallRequest, request_hash: int) -> None:
 def _request_hash(request: CallRequest) -> int:
     """Equal for two requests that are the same call; the deadline does not count."""
     if isinstance(request, RunRequest):
-        return hash(("run", request.code, request.stdin, request.limits, request.session))
+        files = hash(frozenset(request.files.items())) if request.files else 0
+        call = ("run", request.code, request.stdin, request.limits, request.session)
+        return hash((*call, files, request.collect))
     return hash(("verify", request.function, wire.encode(request.arguments)))
 
 
 def _request_size(request: CallRequest) -> int:
     if isinstance(request, RunRequest):
-        return len(request.code) + len(request.stdin)
+        return len(request.code) + len(request.stdin) + sum(map(len, request.files.values()))
     return len(wire.encode(request.arguments))
 
 
@@ -426,5 +428,6 @@ def _result_size(result: CallResult) -> int:
         return (
             len(result.stdout) + len(result.stderr) + len(result.traceback)
             + len(result.value or "") + len(result.message)
+            + sum(map(len, result.files.values()))
         )  # fmt: skip
     return len(result.message) + len(wire.encode(result.value))

@@ -29,7 +29,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
 from rstar2.codeenv import deadlines
-from rstar2.codeenv.jail import cgroups, frames, handover, verify, warmup
+from rstar2.codeenv.jail import cgroups, files, frames, handover, verify, warmup
 from rstar2.codeenv.jail.frames import Record, WorkerReply, WorkerRequest
 from rstar2.codeenv.protocol import (
     ExecutorStats,
@@ -158,12 +158,17 @@ class WorkerExecutor:
                 f"code and stdin take {len(code) + len(stdin)} bytes; at most {frames.MAX_BODY}"
             )
         header = self._header(frames.RUN, limits, len(code), len(stdin))
+        parts: tuple[bytes, ...] = (code, stdin)
+        if request.files or request.collect:
+            packed = files.pack(request.files, limits.scratch_mb or 0)
+            parts = (code, stdin, packed)
+            header = header._replace(files=len(packed), collect=int(request.collect))
         try:
             if request.session is None:
-                attempts, answer = await self._run_warm(limits, (code, stdin), header, deadline)
+                attempts, answer = await self._run_warm(limits, parts, header, deadline)
             else:
                 limits = replace(limits, memory_mb=self.config.session_memory_mb)
-                attempt = self._in_session(request.session, (code, stdin))
+                attempt = self._in_session(request.session, parts)
                 attempts, answer = await self._attempt(attempt, 1, header, deadline)
         except (WorkerLostError, DeadlineError, IsolationError) as error:
             return ToolResult(
@@ -184,7 +189,7 @@ class WorkerExecutor:
         return result
 
     async def _run_warm(
-        self, limits: Limits, parts: tuple[bytes, bytes], header: WorkerRequest, deadline: float
+        self, limits: Limits, parts: tuple[bytes, ...], header: WorkerRequest, deadline: float
     ) -> tuple[int, WorkerAnswer]:
         """A plain call in the flavour that its text needs; in a warmer one if it is handed over.
 
@@ -290,7 +295,7 @@ class WorkerExecutor:
 
         return attempt
 
-    def _in_session(self, session: str, parts: tuple[bytes, bytes]) -> Attempt:
+    def _in_session(self, session: str, parts: tuple[bytes, ...]) -> Attempt:
         """A session's call: in the session's own worker, never twice."""
 
         async def attempt(header: WorkerRequest, deadline: float) -> WorkerAnswer:
@@ -325,7 +330,7 @@ def _handed_over(header: WorkerRequest, answer: WorkerAnswer) -> str | None:
     reply, body, _ = answer
     if header.kind != frames.RUN or reply.status != handover.EXIT_CODE << 8:
         return None
-    record = Record.parse(body[reply.stdout + reply.stderr :])
+    record = Record.parse(reply.record_in(body))
     return record.message if record is not None and record.kind == frames.HANDOVER else None
 
 
@@ -354,7 +359,7 @@ def _verify_result(
     identity: str, reply: WorkerReply, body: bytes, limits: Limits, oom: bool, attempts: int
 ) -> VerifyResult:
     """The result of a verification from the worker's reply."""
-    record = Record.parse(body[reply.stdout + reply.stderr :])
+    record = Record.parse(reply.record_in(body))
     base = VerifyResult(identity, wall_s=reply.wall_s, attempts=attempts)
     if reply.cause in (frames.WALL, frames.CPU):
         return replace(base, error="timeout", message=f"no answer in {reply.wall_s:.2f} s")
@@ -402,6 +407,8 @@ def limits_hit(cause: int, limits: Limits) -> tuple[Outcome, str] | None:
         return Outcome.KILLED, f"Stopped: its files took more than {limits.scratch_mb} MB."
     if cause == frames.PROCESSES:
         return Outcome.KILLED, "Stopped: it started more processes than it may."
+    if cause == frames.FILES:
+        return Outcome.BAD_ARGUMENTS, "Not run: its files could not be written; rename them."
     return None
 
 
@@ -453,9 +460,11 @@ def build_result(
 ) -> ToolResult:
     """The result of one call. Every limit in `limits` is set."""
     stdout, stderr = body[: reply.stdout], body[reply.stdout : reply.stdout + reply.stderr]
-    record = Record.parse(body[reply.stdout + reply.stderr :])
+    record = Record.parse(reply.record_in(body))
     hit = limits_hit(reply.cause, limits)
     outcome, message = hit or status_of(reply, record, limits, oom)
+    if reply.left_out and not message:
+        message = files.left_out_message(reply.left_out)
     chars = limits.output_chars or 0
     out, out_cut = clip(decode(stdout), chars)
     err, err_cut = clip(decode(stderr), chars)
@@ -476,7 +485,7 @@ def build_result(
         value=value,
         traceback=trace,
         message=message,
-        truncated=Truncation(out_cut, err_cut, value_cut, trace_cut),
+        truncated=Truncation(out_cut, err_cut, value_cut, trace_cut, reply.left_out),
         exit_code=None if signaled else os.WEXITSTATUS(reply.status),
         signal=os.WTERMSIG(reply.status) if signaled else None,
         wall_s=reply.wall_s,
@@ -484,4 +493,5 @@ def build_result(
         peak_mb=reply.peak_mb,
         isolation=isolation,
         attempts=attempts,
+        files=files.read(body[-reply.files :]) if reply.files else {},
     )
