@@ -206,7 +206,8 @@ def _build_root(spec: JailSpec) -> None:
             _bind(path, root)
     for directory in ("tmp", "dev/shm", "etc"):
         Path(root, directory).mkdir(parents=True, exist_ok=True)
-    Path(root, "etc/passwd").write_text(f"user:x:{_UID_INSIDE}:{_UID_INSIDE}::/tmp:/bin/sh\n")
+    uid = _UID_INSIDE if spec.uid is None else spec.uid
+    Path(root, "etc/passwd").write_text(f"user:x:{uid}:{uid}::/tmp:/bin/sh\n")
     for device in _DEVICES:
         target = Path(root, device[1:])
         target.touch()

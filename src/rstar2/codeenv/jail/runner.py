@@ -18,6 +18,7 @@ import os
 import random
 import sys
 import threading
+import traceback
 import types
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from rstar2.codeenv.jail import frames
 from rstar2.codeenv.jail.frames import Record
 
 FILENAME = "<program>"
+PROGRAM_FILE = "program.py"
 _MAX_FRAMES = 24
 _MAX_CHAIN = 4
 
@@ -77,11 +79,13 @@ def reseed() -> None:
 
 def execute(source: str, namespace: dict[str, Any], limit: int) -> Record:
     """Run a program. Its last expression is the value if it printed nothing."""
-    linecache.cache[FILENAME] = (lambda: source,)
+    source = source.removeprefix("\ufeff")  # as Python reads a file
+    lines = _lines(source)
+    linecache.cache[FILENAME] = (len(source), None, lines, FILENAME)
     try:
         program, expression = _compile(source)
     except SyntaxError as error:
-        return _syntax_error(error, source)
+        return _syntax_error(error, lines)
     except BaseException as error:  # noqa: BLE001 - null bytes, nesting too deep, memory
         return describe(error, source, limit)
     try:
@@ -96,6 +100,11 @@ def execute(source: str, namespace: dict[str, Any], limit: int) -> Record:
         return _exit(error)
     except BaseException as error:  # noqa: BLE001 - any exception of a program is its result
         return describe(error, source, limit)
+
+
+def _lines(source: str) -> list[str]:
+    """The lines of a program as Python counts them."""
+    return io.StringIO(source, newline=None).readlines()
 
 
 def _compile(source: str) -> tuple[types.CodeType, types.CodeType | None]:
@@ -152,11 +161,10 @@ def _text(value: object) -> str:
         return f"<{type(value).__name__} with a __str__ that raised {type(error).__name__}>"
 
 
-def _syntax_error(error: SyntaxError, source: str) -> Record:
+def _syntax_error(error: SyntaxError, lines: list[str]) -> Record:
     name = type(error).__name__
     line = error.lineno or 0
-    lines = source.splitlines()
-    text = lines[line - 1] if 0 < line <= len(lines) else ""
+    text = lines[line - 1].rstrip("\n") if 0 < line <= len(lines) else ""
     shown = [f'  File "{FILENAME}", line {line}']
     if text.strip():
         stripped = text.strip()
@@ -173,12 +181,15 @@ def _syntax_error(error: SyntaxError, source: str) -> Record:
 def describe(error: BaseException, source: str, limit: int) -> Record:
     """An exception as Python prints it, reduced to the program's own lines."""
     kind = frames.MEMORY if isinstance(error, MemoryError) else frames.EXCEPTION
-    lines = source.splitlines()
+    lines = _lines(source)
     parts: list[str] = []
     link: BaseException | None = error
     joint = ""
     for _ in range(_MAX_CHAIN):
         if link is None:
+            break
+        if isinstance(link, BaseExceptionGroup):  # Python's own text, with all that led to it
+            parts.append(_group(link) + joint)
             break
         parts.append(_one(link, lines) + joint)
         if link.__cause__ is not None:
@@ -219,8 +230,28 @@ def _one(error: BaseException, lines: list[str]) -> str:
         left_out = len(shown) // 2 - _MAX_FRAMES
         marker = f"  [... {left_out} more frames ...]"
         shown = [*shown[:_MAX_FRAMES], marker, *shown[-_MAX_FRAMES:]]
-    text = headline(error)
+    text = "\n".join([headline(error), *_notes(error)])
     return "\n".join(["Traceback (most recent call last):", *shown, text]) if shown else text
+
+
+def _notes(error: BaseException) -> list[str]:
+    """The notes of an exception (`add_note`), as Python prints them."""
+    notes = getattr(error, "__notes__", ())
+    if not isinstance(notes, list | tuple):
+        return [_text(notes)]
+    return [line for note in notes[:_MAX_FRAMES] for line in _text(note).split("\n")]
+
+
+def _group(error: BaseException) -> str:
+    """An exception group as Python prints it, reduced to the program's own lines."""
+    shown = traceback.TracebackException.from_exception(error)
+    todo = [shown]
+    while todo:
+        part = todo.pop()
+        part.stack[:] = [frame for frame in part.stack if frame.filename == FILENAME]
+        linked = [part.__cause__, part.__context__, *(part.exceptions or ())]
+        todo.extend(link for link in linked if link is not None)
+    return "".join(shown.format()).rstrip("\n")
 
 
 def finish(record: Record, result_fd: int) -> None:
@@ -273,12 +304,33 @@ def _at_exit(function: Any, *args: Any) -> None:
             )
 
 
+def provide_file(source: str, namespace: dict[str, Any]) -> str | None:
+    """Write a program that may read its own file to scratch; returns the path.
+
+    `spawn` and `forkserver` import the program from its file. Other programs need none.
+    """
+    if not any(word in source for word in ("__file__", "spawn", "forkserver")):
+        return None
+    path = os.path.join(os.getcwd(), PROGRAM_FILE)
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(source)
+    except OSError:  # the caller's own file of this name, or no space left
+        return None
+    namespace["__file__"] = path
+    return path
+
+
 def run_program(source: str, namespace: dict[str, Any], limit: int, result_fd: int) -> int:
     """Run a plain call in a process that is set up; returns its exit code."""
     gc.enable()
     reseed()
+    path = provide_file(source, namespace)
     record = execute(source, namespace, limit)
     finish(record, result_fd)
+    if path is not None:
+        with contextlib.suppress(OSError):  # the program removed it
+            os.unlink(path)
     if record.kind == frames.EXIT:
         return int(record.text)
     return 1 if record.kind in (frames.EXCEPTION, frames.SYNTAX, frames.MEMORY) else 0

@@ -53,6 +53,8 @@ def environment() -> dict[str, str]:
     return {
         "PATH": "/usr/bin:/bin",
         "HOME": "/tmp",
+        "USER": "user",
+        "LOGNAME": "user",
         "LANG": "C.UTF-8",
         "LC_ALL": "C.UTF-8",
         "TMPDIR": "/tmp",
@@ -95,7 +97,7 @@ class Zygote:
             missing |= verify.preload(self.functions)
         if self.flavour != "verify":
             handover.install(warmup.warm_elsewhere(self.flavour))
-        sys.argv = ["program.py"]
+        sys.argv = [runner.PROGRAM_FILE]
         sys.path.insert(0, "")
         gc.collect()
         warm.settle()
