@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from rstar2.types import Outcome, ToolResult, decode
+from rstar2.codeenv.server.connections import raise_descriptor_limit
+from rstar2.types import Limits, Outcome, ToolResult, decode
 
 pytestmark = pytest.mark.slow
 START_S = 600
@@ -28,14 +31,27 @@ def rstar2(*args: str, stdin: str = "", **environment: str) -> subprocess.Comple
     )  # fmt: skip
 
 
+LIMITS = ("--output-chars", "9000", "--max-scratch-mb", "300", "--max-file-mb", "8")
+
+
 @pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """One served code environment for the tests of this file; stopped by SIGTERM."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from rstar2.cli import main; main()", "codeenv", "serve",
-         "--port", "0", "--slots", "2", "--json"],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("serve") / "stderr.txt"
+
+
+@pytest.fixture(scope="module")
+def server(log: Path) -> Iterator[str]:
+    """One served code environment for the tests of this file; stopped by SIGTERM.
+
+    It may open 1,024 files, the usual limit.
+    """
+    command = [sys.executable, "-c", "from rstar2.cli import main; main()", "codeenv", "serve",
+               "--port", "0", "--slots", "2", "--json", *LIMITS]  # fmt: skip
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            ["sh", "-c", 'ulimit -n 1024 && exec "$@"', "sh", *command],
+            stdout=subprocess.PIPE, stderr=stderr, text=True,
+        )  # fmt: skip
     assert process.stdout is not None
     ready = json.loads(process.stdout.readline())
     yield ready["url"]
@@ -135,6 +151,43 @@ def test_bench_prints_calls_per_second(server: str) -> None:
 def test_health_over_plain_http(server: str) -> None:
     with urllib.request.urlopen(server + "/health", timeout=120) as answer:
         assert json.load(answer)["isolation"] in ("strict", "portable")
+
+
+def test_serve_takes_every_limit_as_an_option(server: str) -> None:
+    with urllib.request.urlopen(server + "/health", timeout=120) as answer:
+        health = json.load(answer)
+    assert health["default"]["output_chars"] == 9000
+    assert (health["cap"]["scratch_mb"], health["cap"]["file_mb"]) == (300, 8)
+    assert health["default"]["file_mb"] == 8, "a default is lowered to its cap"
+    options = set(re.findall(r"--[a-z-]+", rstar2("codeenv", "serve", "--help").stdout))
+    for field in Limits.__dataclass_fields__:
+        name = field.replace("_", "-")
+        assert {f"--{name}", f"--max-{name}"} <= options
+    assert {"--sessions", "--session-ttl-s", "--session-memory-mb", "--queue"} <= options
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--wall-s", "100"), ("--max-wall-s", "nan"), ("--memory-mb", "0"), ("--session-ttl-s", "-1")],
+)
+def test_serve_names_a_limit_it_cannot_have(option: str, value: str) -> None:
+    done = rstar2("codeenv", "serve", option, value, "--port", "0")
+    assert done.returncode == 2
+    assert option.removeprefix("--").replace("-", "_") in done.stderr.replace("-", "_")
+    assert "Traceback" not in done.stderr
+
+
+def test_1100_idle_connections_leave_the_service_alone(server: str, log: Path) -> None:
+    raise_descriptor_limit()
+    host, port = server.removeprefix("http://").split(":")
+    with contextlib.ExitStack() as stack:
+        for number in range(1100):
+            idle = stack.enter_context(socket.create_connection((host, int(port)), 120))
+            if number % 2:
+                idle.sendall(b"POST /v1/run HTTP/1.1\r\nhost:")
+        done = rstar2("codeenv", "run", "-", "--url", server, stdin="6 * 7")
+        assert (done.returncode, done.stdout) == (0, "42\n")
+        assert log.stat().st_size < 10_000, log.read_text()[:2000]
 
 
 def test_help_teaches() -> None:

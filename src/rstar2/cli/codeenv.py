@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import os
 import secrets
 import sys
@@ -26,6 +27,7 @@ from rstar2.types import Limits, ToolResult, encode
 
 TOKEN_VARIABLE = "RSTAR2_CODEENV_TOKEN"
 PORT = 8088
+CONFIG = CodeEnvConfig()
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -61,6 +63,27 @@ ScratchMb = Annotated[int | None, typer.Option(help="Maximum scratch space in MB
 OutputChars = Annotated[
     int | None, typer.Option(help="Maximum number of characters kept of each output stream.")
 ]
+MaxWallS = Annotated[float | None, typer.Option(help="Highest wall_s that a call may request.")]
+MaxCpuS = Annotated[float | None, typer.Option(help="Highest cpu_s that a call may request.")]
+MaxMemoryMb = Annotated[int | None, typer.Option(help="Highest memory_mb that a call may request.")]
+MaxProcesses = Annotated[
+    int | None, typer.Option(help="Highest number of processes that a call may request.")
+]
+MaxFileMb = Annotated[int | None, typer.Option(help="Highest file_mb that a call may request.")]
+MaxScratchMb = Annotated[
+    int | None, typer.Option(help="Highest scratch_mb that a call may request.")
+]
+MaxOutputChars = Annotated[
+    int | None, typer.Option(help="Highest output_chars that a call may request.")
+]
+Slots = Annotated[
+    int, typer.Option(help="Number of calls executed in parallel; 0 means cores + 1.", min=0)
+]
+Sessions = Annotated[int, typer.Option(help="Maximum number of open sessions.", min=0)]
+SessionTtlS = Annotated[
+    float, typer.Option(help="Seconds after which an unused session is closed.")
+]
+SessionMemoryMb = Annotated[int, typer.Option(help="Memory limit in MB of a session.", min=64)]
 
 
 @app.command()
@@ -72,24 +95,34 @@ def serve(
         int, typer.Option(help="Port to listen on; 0 chooses a free one.", min=0, max=65535)
     ] = PORT,
     isolation: Isolation = "auto",
-    slots: Annotated[
-        int, typer.Option(help="Number of calls executed in parallel; 0 means cores + 1.", min=0)
-    ] = 0,
+    slots: Slots = 0,
     queue: Annotated[
         int,
         typer.Option(help="Maximum number of waiting calls; further ones get status 429.", min=1),
-    ] = 50_000,
+    ] = CONFIG.queue,
+    connections: Annotated[
+        int, typer.Option(help="Maximum number of connections that are kept open.", min=8)
+    ] = CONFIG.connections,
     token_file: Annotated[
         Path | None, typer.Option(help=f"File that contains the token (or set {TOKEN_VARIABLE}).")
     ] = None,
+    sessions: Sessions = CONFIG.sessions,
+    session_ttl_s: SessionTtlS = CONFIG.session_ttl_s,
+    session_memory_mb: SessionMemoryMb = CONFIG.session_memory_mb,
     wall_s: WallS = None,
+    cpu_s: CpuS = None,
     memory_mb: MemoryMb = None,
-    max_wall_s: Annotated[
-        float | None, typer.Option(help="Highest wall_s that a call may request.")
-    ] = None,
-    max_memory_mb: Annotated[
-        int | None, typer.Option(help="Highest memory_mb that a call may request.")
-    ] = None,
+    processes: Processes = None,
+    file_mb: FileMb = None,
+    scratch_mb: ScratchMb = None,
+    output_chars: OutputChars = None,
+    max_wall_s: MaxWallS = None,
+    max_cpu_s: MaxCpuS = None,
+    max_memory_mb: MaxMemoryMb = None,
+    max_processes: MaxProcesses = None,
+    max_file_mb: MaxFileMb = None,
+    max_scratch_mb: MaxScratchMb = None,
+    max_output_chars: MaxOutputChars = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON on stdout when ready.")
     ] = False,
@@ -102,18 +135,24 @@ def serve(
     curl -s localhost:8088/health
 
     Also implements code-judge's /run/batch, /run/long-batch and SandboxFusion's /run_code.
-    After the first signal, running calls have 10 s to finish; a second signal ends them at once.
+    Limits such as --wall-s apply to calls that request none; --max-wall-s and the like are the
+    highest values that a call may request. After the first signal, running calls have 10 s to
+    finish; a second signal ends them at once.
     """
     from rstar2.codeenv.server.serve import serve as run_server
     from rstar2.codeenv.wire import ServerReady
 
+    default, cap = _served_limits(
+        Limits(wall_s, cpu_s, memory_mb, processes, file_mb, scratch_mb, output_chars),
+        Limits(
+            max_wall_s, max_cpu_s, max_memory_mb, max_processes, max_file_mb, max_scratch_mb,
+            max_output_chars,
+        ),
+    )  # fmt: skip
     config = _config(
         host=host, port=port, isolation=isolation, slots=slots, queue=queue,
-        token=_token(token_file),
-        default=_limits(CodeEnvConfig().default, wall_s=wall_s, cpu_s=wall_s, memory_mb=memory_mb),
-        cap=_limits(
-            CodeEnvConfig().cap, wall_s=max_wall_s, cpu_s=max_wall_s, memory_mb=max_memory_mb
-        ),
+        connections=connections, token=_token(token_file), sessions=sessions,
+        session_ttl_s=session_ttl_s, session_memory_mb=session_memory_mb, default=default, cap=cap,
     )  # fmt: skip
 
     def say(ready: ServerReady) -> None:
@@ -154,9 +193,9 @@ def run(
     Its output goes to stdout, its errors and the summary to stderr; the value of a last expression
     is shown when nothing was printed. The exit code is 0 if the program succeeded, else 1.
     """
-    limits = Limits(wall_s, cpu_s, memory_mb, processes, file_mb, scratch_mb, output_chars)
-    if wall_s is not None and cpu_s is None:
-        limits = dataclasses.replace(limits, cpu_s=wall_s)
+    limits = _with_cpu(
+        Limits(wall_s, cpu_s, memory_mb, processes, file_mb, scratch_mb, output_chars)
+    )
     call = RunRequest(
         f"cli-{secrets.token_hex(8)}",
         sys.stdin.read() if file == "-" else _read(Path(file), "FILE"),
@@ -244,8 +283,29 @@ def _client_config(url: str, isolation: str, slots: int) -> CodeEnvConfig:
     )
 
 
-def _limits(base: Limits, **changes: float | int | None) -> Limits:
-    return dataclasses.replace(base, **{k: v for k, v in changes.items() if v is not None})  # type: ignore[arg-type]
+def _served_limits(given: Limits, highest: Limits) -> tuple[Limits, Limits]:
+    """Default limits and caps of a server, from its options; a default never exceeds its cap."""
+    given, highest = _with_cpu(given), _with_cpu(highest)
+    default, cap = {}, {}
+    for field in dataclasses.fields(Limits):
+        name, option = field.name, "--" + field.name.replace("_", "-")
+        asked, most = getattr(given, name), getattr(highest, name)
+        for text, value in ((option, asked), (f"--max-{option[2:]}", most)):
+            if value is not None and not 0 < value < math.inf:
+                raise UserError(f"{text}: {value} must be above 0")
+        cap[name] = getattr(CONFIG.cap, name) if most is None else most
+        default[name] = min(getattr(CONFIG.default, name), cap[name]) if asked is None else asked
+        if default[name] > cap[name]:
+            raise UserError(
+                f"{option}: {asked} is above the highest value that a call may request "
+                f"({cap[name]}): lower it, or raise --max-{option[2:]}"
+            )
+    return Limits(**default), Limits(**cap)
+
+
+def _with_cpu(limits: Limits) -> Limits:
+    """A wall-time limit is also the CPU-time limit, unless that is given."""
+    return limits if limits.cpu_s is not None else dataclasses.replace(limits, cpu_s=limits.wall_s)
 
 
 def _token(path: Path | None) -> str | None:
