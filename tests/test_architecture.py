@@ -18,7 +18,7 @@ LAYERS = (
     {"config", "record", "track"},
     {
         *("agent", "codeenv", "endpoint", "engine", "entropy", "environments", "evaluate"),
-        *("grpo", "learner", "problems", "report", "reward", "rollout", "viewer"),
+        *("grpo", "learner", "problems", "report", "reward", "rollout", "sandbox", "viewer"),
     },
     {"pipeline", "cluster", "plan"},
     {"ablation"},

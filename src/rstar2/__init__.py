@@ -16,16 +16,20 @@ if TYPE_CHECKING:
     from rstar2.errors import RstarError as RstarError
     from rstar2.errors import UserError as UserError
     from rstar2.grpo.roc import resample_on_correct as resample_on_correct
+    from rstar2.sandbox import AsyncSandbox as AsyncSandbox
+    from rstar2.sandbox import Sandbox as Sandbox
     from rstar2.types import Outcome as Outcome
     from rstar2.types import ToolResult as ToolResult
 
 __version__ = "0.2.0"
 
 _PUBLIC = {
+    "AsyncSandbox": "rstar2.sandbox",
     "CodeEnvError": "rstar2.errors",
     "InfrastructureError": "rstar2.errors",
     "Outcome": "rstar2.types",
     "RstarError": "rstar2.errors",
+    "Sandbox": "rstar2.sandbox",
     "ToolResult": "rstar2.types",
     "UserError": "rstar2.errors",
     "resample_on_correct": "rstar2.grpo.roc",

@@ -39,7 +39,7 @@ MODULES = {
 """Top-level module -> the extra that installs it (see pyproject.toml)."""
 
 
-class MissingExtraError(UserError, ModuleNotFoundError):
+class MissingExtraError(UserError):
     """A module of an extra that is not installed; the message has the pip command."""
 
 

@@ -107,7 +107,7 @@ class Sessions:
             self._forget(name)
 
     async def run(
-        self, session: str, header: WorkerRequest, parts: tuple[bytes, bytes]
+        self, session: str, header: WorkerRequest, parts: tuple[bytes, ...]
     ) -> tuple[WorkerReply, bytes]:
         """One call in a session; the lease is renewed. WorkerLostError: the session is lost."""
         lease = self._find(session)
