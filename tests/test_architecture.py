@@ -13,7 +13,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "rstar2"
 LAYERS = (
     {
         *("types", "errors", "seeds", "machine", "malloc"),
-        *("files", "child", "model_config", "extras"),
+        *("files", "child", "model_config", "extras", "plugins"),
     },
     {"config", "record", "track"},
     {

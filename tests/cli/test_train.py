@@ -66,6 +66,9 @@ async def small_run(recipe: Recipe, run: RunDirectory, view: ProgressView) -> No
 def wrong_recipes(tmp_path: Path, port: int) -> list[tuple[list[str], str]]:
     (tmp_path / "bad.yaml").write_text("extends: tiny\nrl:\n  roc:\n    drawm: 4\n")
     (tmp_path / "file").touch()
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "mine.py").write_text("def loss(terms, config): ...")
+    (tmp_path / "own" / "recipe.yaml").write_text("extends: tiny\nrl: {loss: {kind: 'mine:los'}}\n")
     row = '{"prompt": "q", "answer": "x+1", "grader": "%s"}\n'
     (tmp_path / "grader.jsonl").write_text((row % "math") * 48 + row % "exact")
     (tmp_path / "truth.jsonl").write_text(row % "integer")
@@ -80,11 +83,27 @@ def wrong_recipes(tmp_path: Path, port: int) -> list[tuple[list[str], str]]:
         (["tiny", "--run", "file/run"], "is a file"),
         (["tiny", "--run", "/proc/run"], "cannot be written"),
         (["tinny"], "did you mean tiny?"),
+        (
+            ["tiny", "--set", "rl.advantage=rlo"],
+            "rl.advantage = 'rlo' is not known: did you mean rloo?",
+        ),
+        (
+            ["tiny", "--set", "rl.loss.kind=ppo"],
+            "use clip, gspo, cispo, or your own as module:function",
+        ),
+        (
+            ["own/recipe.yaml"],
+            "rl.loss.kind = mine:los: mine has no function los: did you mean loss?",
+        ),
         (["tiny", "--set", "rl.problems=gone.jsonl"], "no such file"),
     ]
 
 
-def test_wrong_recipes_get_one_message_and_leave_nothing(rstar2: Run, tmp_path: Path) -> None:
+def test_wrong_recipes_get_one_message_and_leave_nothing(
+    rstar2: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     with socket.create_server(("127.0.0.1", 0)) as taken:
         cases = wrong_recipes(tmp_path, taken.getsockname()[1])
         before = sorted(tmp_path.rglob("*"))

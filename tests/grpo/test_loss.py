@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
-from rstar2.config import LossConfig
-from rstar2.grpo.loss import SUMS, Stats, TokenBatch, grpo_loss, importance
+from rstar2.config import LossConfig, schema
+from rstar2.config.schema import LOSSES
+from rstar2.errors import UserError
+from rstar2.grpo.advantage import ADVANTAGES
+from rstar2.grpo.loss import KINDS, SUMS, Stats, TokenBatch, grpo_loss, importance
 
 OFF = LossConfig(importance_cap=None)
 
@@ -37,7 +41,7 @@ def run(
         reference_T=None if reference is None else torch.tensor(reference, dtype=torch.float64),
     )
     ent = torch.tensor(entropy or [0.0] * n, dtype=torch.float64, requires_grad=True)
-    loss, stats = grpo_loss(current, ent, batch, config, n)
+    loss, stats = grpo_loss(current, ent, batch, config, n, len(set(sequence or [0])))
     loss.backward()
     assert current.grad is not None
     return loss.item(), current.grad.tolist(), stats.metrics(config), ent.grad
@@ -112,6 +116,140 @@ class TestImportance:
         assert keep.all()
 
 
+class TestSequenceRatio:
+    """GSPO, two sequences of two and one token: s_0 = sqrt(r_0 r_1), s_1 = r_2."""
+
+    GSPO = LossConfig(kind="gspo", importance_cap=None, clip_low=0.1, clip_high=0.2)
+
+    def test_by_hand(self) -> None:
+        """s = sqrt(1.21 * 1) = 1.1 and 0.95; both within the clip: -(1.1 * 2 - 0.95) / 2.
+
+        d s_0 / d log pi of one of its two tokens is s_0 / 2.
+        """
+        loss, grad, metrics, _ = run(
+            self.GSPO, ratio=[1.21, 1.0, 0.95], advantage=[2, 2, -1], sequence=[0, 0, 1]
+        )
+        assert loss == pytest.approx(-(2.2 - 0.95) / 2)
+        assert grad == pytest.approx([-1.1 / 2, -1.1 / 2, 0.95 / 2])
+        assert metrics["loss"] == pytest.approx(loss)
+        assert metrics["ratio/clip"] == 0.0
+
+    def test_a_clipped_sequence_has_no_gradient(self) -> None:
+        """s_0 = sqrt(4 * 1) = 2 is clipped to 1.2, s_1 = 0.5 with A < 0 to 0.9."""
+        loss, grad, metrics, _ = run(
+            self.GSPO, ratio=[4.0, 1.0, 0.5], advantage=[1, 1, -1], sequence=[0, 0, 1]
+        )
+        assert loss == pytest.approx(-(1.2 - 0.9) / 2)
+        assert grad == pytest.approx([0.0, 0.0, 0.0])
+        assert metrics["ratio/clip_high"] == pytest.approx(2 / 3)
+        assert metrics["ratio/clip_low"] == pytest.approx(1 / 3)
+
+    def test_the_weight_is_that_of_the_sequence(self) -> None:
+        """Weights sqrt(4 * 1) = 2, capped at 1.5, and 0.5."""
+        config = self.GSPO.model_copy(update={"importance_cap": 1.5})
+        loss, _, _, _ = run(
+            config, ratio=[1] * 3, advantage=[1] * 3, mismatch=[4, 1, 0.5], sequence=[0, 0, 1]
+        )
+        assert loss == pytest.approx(-(1.5 + 0.5) / 2)
+
+    def test_a_dropped_sequence_stays_in_the_mean(self) -> None:
+        config = self.GSPO.model_copy(update={"sequence_mask": (0.8, 1.25)})
+        loss, grad, _, _ = run(
+            config, ratio=[1] * 3, advantage=[1] * 3, mismatch=[2, 2, 1], sequence=[0, 0, 1]
+        )
+        assert loss == pytest.approx(-0.5)
+        assert grad == pytest.approx([0, 0, -0.5])
+
+    def test_one_token_per_sequence_is_grpo(self) -> None:
+        case = {"ratio": [1.5, 0.5, 0.9], "advantage": [1, -1, 2], "sequence": [0, 1, 2]}
+        token = run(LossConfig(importance_cap=None, clip_low=0.1, clip_high=0.2), **case)  # type: ignore[arg-type]
+        sequence = run(self.GSPO, **case)  # type: ignore[arg-type]
+        assert sequence[0] == pytest.approx(token[0])
+        assert sequence[1] == pytest.approx(token[1])
+
+
+class TestClippedWeights:
+    CISPO = LossConfig(kind="cispo", importance_cap=None)
+
+    @pytest.mark.parametrize(
+        ("ratio", "advantage", "weight"),
+        [(1.0, 2.0, 1.0), (1.5, 2.0, 1.28), (1.5, -2.0, 1.28), (0.5, -2.0, 0.8), (0.9, 2.0, 0.9)],
+    )
+    def test_one_token(self, ratio: float, advantage: float, weight: float) -> None:
+        """The gradient of a clipped token stays: -clip(r) A; the loss is -clip(r) A log pi."""
+        loss, grad, _, _ = run(self.CISPO, ratio=[ratio], advantage=[advantage])
+        assert grad == pytest.approx([-weight * advantage])
+        assert loss == pytest.approx(-weight * advantage * (-1.0 + math.log(ratio)))
+
+    def test_mean_over_tokens_with_importance_weights(self) -> None:
+        config = LossConfig(kind="cispo", importance_cap=2.0)
+        _, grad, _, _ = run(config, ratio=[1, 1], advantage=[1, -1], mismatch=[0.5, 3.0])
+        assert grad == pytest.approx([-0.5 / 2, 2.0 / 2])
+
+
+OWN_LOSS = """
+import torch
+def reinforce(terms, config):
+    return -terms.weight_T * terms.advantage_T * terms.current_T
+def scalar(terms, config):
+    return terms.current_T.sum()
+def number(terms, config):
+    return 1.0
+"""
+
+
+class TestOwnLoss:
+    @pytest.fixture(autouse=True)
+    def module(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "own_loss.py").write_text(OWN_LOSS)
+        monkeypatch.syspath_prepend(tmp_path)
+
+    def test_is_summed_and_divided_here(self) -> None:
+        config = LossConfig(kind="own_loss:reinforce")
+        loss, grad, metrics, _ = run(
+            config, ratio=[1, 1], advantage=[1, -2], mismatch=[0.5, 3.0], entropy=[1, 1]
+        )
+        assert loss == pytest.approx((0.5 - 4.0) / 2)
+        assert grad == pytest.approx([-0.25, 2.0])
+        assert metrics["ratio/mean"] == pytest.approx(1.0)
+
+    @pytest.mark.parametrize(("name", "got"), [("scalar", r"\[\]"), ("number", "float")])
+    def test_another_shape_is_refused(self, name: str, got: str) -> None:
+        with pytest.raises(UserError, match=rf"own_loss:{name}: it returned {got}, .* shape \[2\]"):
+            run(LossConfig(kind=f"own_loss:{name}"), ratio=[1, 1], advantage=[1, 1])
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_gradients_agree_with_differences(kind: str) -> None:
+    """autograd against finite differences in float64, away from the corners of the clip."""
+    torch.manual_seed(2)
+    sequence = torch.tensor([0, 0, 0, 1, 1, 2])
+    old, rollout = -1 - torch.rand(2, 6).double()
+    start = (old + 0.4 * torch.randn(6).double()).requires_grad_()
+    advantage = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)[sequence]
+    batch = TokenBatch(rollout, old, advantage, sequence)
+    config = LossConfig(kind=kind)
+    frozen = (start.detach() - old).exp().clamp(1 - config.clip_low, 1 + config.clip_high)
+
+    def loss(current: torch.Tensor) -> torch.Tensor:
+        if kind == "cispo":  # its weights are constants, which differences would not keep
+            weight, _ = importance(old - rollout, sequence, config)
+            total: torch.Tensor = (-weight * frozen * advantage * current).sum() / 6
+            return total
+        return grpo_loss(current, torch.zeros(6).double(), batch, config, 6, 3)[0]
+
+    assert torch.autograd.gradcheck(loss, (start,))
+    (expected,) = torch.autograd.grad(loss(start), start)
+    value, _ = grpo_loss(start, torch.zeros(6).double(), batch, config, 6, 3)
+    (gradient,) = torch.autograd.grad(value, start)
+    assert gradient.tolist() == pytest.approx(expected.tolist())
+
+
+def test_names_of_the_recipe_are_those_of_the_code() -> None:
+    assert tuple(KINDS) == LOSSES
+    assert tuple(ADVANTAGES) == schema.ADVANTAGES
+
+
 class TestTerms:
     def test_kl_is_k3_against_the_reference(self) -> None:
         config = LossConfig(importance_cap=None, kl=0.1)
@@ -133,6 +271,23 @@ class TestTerms:
         assert run(LossConfig(), ratio=[1.0], advantage=[1.0], entropy=[2.0])[3] is None
 
 
+def test_sequences_in_parts_add_up_to_the_whole() -> None:
+    torch.manual_seed(0)
+    current, old, rollout = -torch.rand(3, 10).double() * 2
+    lengths = [4, 1, 5]
+    sequence = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+    advantage = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)[sequence]
+    config = LossConfig(kind="gspo", clip_low=0.3, clip_high=0.3)
+
+    def part(s: slice) -> float:
+        batch = TokenBatch(rollout[s], old[s], advantage[s], sequence[s] - sequence[s].min())
+        loss, _ = grpo_loss(current[s], torch.zeros_like(current[s]), batch, config, 10, 3)
+        return loss.item()
+
+    parts = [part(s) for s in (slice(0, 4), slice(4, 5), slice(5, 10))]
+    assert sum(parts) == pytest.approx(part(slice(0, 10)))
+
+
 def test_parts_add_up_to_the_whole() -> None:
     torch.manual_seed(0)
     current, old, rollout = -torch.rand(3, 10).double() * 2
@@ -142,7 +297,7 @@ def test_parts_add_up_to_the_whole() -> None:
     def part(s: slice) -> tuple[float, Stats]:
         sequence = torch.zeros(len(range(10)[s]), dtype=torch.long)
         batch = TokenBatch(rollout[s], old[s], advantage[s], sequence)
-        loss, stats = grpo_loss(current[s], entropy[s], batch, config, 10)
+        loss, stats = grpo_loss(current[s], entropy[s], batch, config, 10, 1)
         return loss.item(), stats
 
     whole, stats = part(slice(0, 10))

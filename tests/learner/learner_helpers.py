@@ -79,7 +79,7 @@ def _gradients(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def reference(
     model_dir: Path, batch: Batch, loss: LossConfig, anchor: dict[str, Tensor] | None = None
 ) -> tuple[float, dict[str, Tensor]]:
-    """GRPO's loss and gradient, one sequence and one token at a time, in float64."""
+    """Loss and gradient of the first mini-batch, one sequence and token at a time, in float64."""
     model = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=torch.float64, attn_implementation="sdpa"
     )
@@ -89,7 +89,7 @@ def reference(
             model_dir, dtype=torch.float64, attn_implementation="sdpa"
         )
         frozen.load_state_dict({n: v.double() for n, v in anchor.items()}, strict=False)
-    total = torch.zeros((), dtype=torch.float64)
+    total = by_sequence = torch.zeros((), dtype=torch.float64)
     tokens = 0
     for sample in batch.samples:
         logits = model(torch.tensor([sample.token_ids])).logits[0]
@@ -101,19 +101,26 @@ def reference(
         mean_ratio = torch.tensor(sum(gaps) / len(gaps)).exp().item()
         if loss.sequence_mask and not loss.sequence_mask[0] <= mean_ratio <= loss.sequence_mask[1]:
             continue
+        if loss.kind == "gspo":
+            logratio = torch.stack([logprob - logprob.detach() for logprob in now]).mean()
+            cap = loss.importance_cap
+            weight = 1.0 if cap is None else min(mean_ratio, cap)
+            by_sequence = by_sequence - weight * logratio.exp() * sample.advantage
+            continue
         for t, logprob, gap in zip(places, now, gaps, strict=True):
             weight = 1.0
             if loss.importance_cap is not None:
                 weight = min(torch.tensor(gap).exp().item(), loss.importance_cap)
             ratio = (logprob - logprob.detach()).exp()
-            total = total - weight * ratio * sample.advantage
+            gain = logprob if loss.kind == "cispo" else ratio
+            total = total - weight * gain * sample.advantage
             if fixed is not None:
                 d = fixed[t - 1].log_softmax(-1)[sample.token_ids[t]].detach() - logprob
                 total = total + loss.kl * (d.exp() - d - 1)
             if loss.entropy:
                 logp = logits[t - 1].log_softmax(-1)
                 total = total + loss.entropy * (logp.exp() * logp).sum()
-    total = total / tokens
+    total = total / tokens + by_sequence / len(batch.samples)
     total.backward()
     return total.item(), _gradients(dict(model.named_parameters()))
 

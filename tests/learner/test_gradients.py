@@ -34,6 +34,9 @@ LOSSES = {
     "sequence_mask": LossConfig(sequence_mask=(0.9, 1.8)),
     "entropy": LossConfig(entropy=0.05),
     "kl": LossConfig(kl=0.1),
+    "gspo": LossConfig(kind="gspo"),
+    "gspo_masked": LossConfig(kind="gspo", importance_cap=None, sequence_mask=(0.9, 1.8)),
+    "cispo": LossConfig(kind="cispo"),
 }
 
 
@@ -82,16 +85,22 @@ def test_packed_equals_padded(model_dir: Path, batch: Batch) -> None:
         assert values == pytest.approx(padded[row, : len(values)].tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("budget", [64, 300, 700])
+@pytest.mark.parametrize(
+    ("budget", "kind"), [(64, "clip"), (300, "clip"), (700, "clip"), (300, "gspo")]
+)
 def test_accumulation_does_not_change_the_gradient(
-    model_dir: Path, batch: Batch, budget: int
+    model_dir: Path, batch: Batch, budget: int, kind: str
 ) -> None:
-    whole, split = make_learner(model_dir), make_learner(model_dir, budget=budget)
-    expected = captured_gradient(whole, batch, LossConfig())
-    gradient = captured_gradient(split, batch, LossConfig())
+    whole, split, loss = (
+        make_learner(model_dir),
+        make_learner(model_dir, budget=budget),
+        LossConfig(kind=kind),
+    )
+    expected = captured_gradient(whole, batch, loss)
+    gradient = captured_gradient(split, batch, loss)
     assert largest_gap(gradient, expected) < 1e-5
-    assert whole.rl_step(batch, LossConfig(), 1)["microbatches"] == 1
-    assert split.rl_step(batch, LossConfig(), 1)["microbatches"] >= 2
+    assert whole.rl_step(batch, loss, 1)["microbatches"] == 1
+    assert split.rl_step(batch, loss, 1)["microbatches"] >= 2
 
 
 def test_activation_checkpointing_does_not_change_the_gradient(

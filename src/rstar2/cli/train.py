@@ -24,6 +24,7 @@ from rich.console import Console
 from rstar2.config import LoadedRecipe, Recipe, load_recipe, preflight, render_recipe
 from rstar2.errors import RecipeError, UserError
 from rstar2.pipeline.progress import ProgressView
+from rstar2.plugins import load_function, search_beside
 from rstar2.record import RunDirectory, is_finished, read_evaluations
 from rstar2.track import check_trackers
 from rstar2.types import encode
@@ -84,6 +85,7 @@ def train(
     """Run a recipe: SFT, RL stages, and an evaluation after each. Resumes a stopped run."""
     joined = [f"cluster.address={ray_address}"] if ray_address else []
     loaded = load_recipe(recipe, [*(set_ or ()), *joined], seed=seed)
+    search_beside(recipe)
     if dry_run:
         show(loaded, run)
     else:
@@ -114,6 +116,7 @@ def sft(
 ) -> None:
     """Run only the SFT stage of a recipe and evaluate the result. Resumes a stopped run."""
     loaded = load_recipe(recipe, [*(set_ or ()), "rl.stages=[]"], seed=seed)
+    search_beside(recipe)
     if loaded.recipe.sft is None:
         raise RecipeError(f"recipe {loaded.recipe.name} has no SFT stage (sft: null)")
     run = run or default_directory(loaded.recipe, "-sft")
@@ -141,11 +144,17 @@ def show(loaded: LoadedRecipe, run: Path | None) -> None:
 
 
 def check_start(recipe: Recipe, path: Path) -> None:
-    """Raise UserError for whatever would make the run fail: machine, problems, trackers."""
+    """Raise UserError for what would make the run fail: machine, problems, own functions, ..."""
     from rstar2.problems.load import check_problems
 
     preflight(recipe, path)
     check_problems(recipe)
+    for setting, name in (
+        ("rl.advantage", recipe.rl.advantage),
+        ("rl.loss.kind", recipe.rl.loss.kind),
+    ):
+        if ":" in name:
+            load_function(setting, name, {})
     check_trackers(recipe)
 
 

@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
-from rstar2.config.schema import OptimizerConfig, Recipe
+from rstar2.config.schema import ADVANTAGES, LOSSES, OptimizerConfig, Recipe
+from rstar2.plugins import unknown_name
 
 _STAGE_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -31,7 +32,10 @@ class RecipeFault:
 
 def check(recipe: Recipe) -> list[RecipeFault]:
     """All faults of a recipe; empty if there is none."""
-    parts = (_lengths, _resampling, _batches, _stages, _sft, _sampling, _engines, _codeenv)
+    parts = (
+        *(_lengths, _resampling, _algorithms, _batches, _stages),
+        *(_sft, _sampling, _engines, _codeenv),
+    )
     return [fault for part in parts for fault in part(recipe)]
 
 
@@ -83,6 +87,16 @@ def _resampling(recipe: Recipe) -> Iterator[RecipeFault]:
             f"is more than rl.roc.kept = {roc.kept}",
             ("rl.roc.min_positives", "rl.roc.min_negatives", "rl.roc.kept"),
         )
+
+
+def _algorithms(recipe: Recipe) -> Iterator[RecipeFault]:
+    names = (
+        ("rl.advantage", recipe.rl.advantage, ADVANTAGES),
+        ("rl.loss.kind", recipe.rl.loss.kind, LOSSES),
+    )
+    for path, name, known in names:
+        if name not in known and ":" not in name:
+            yield RecipeFault(unknown_name(path, name, known), (path,))
 
 
 def _batches(recipe: Recipe) -> Iterator[RecipeFault]:

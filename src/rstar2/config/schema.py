@@ -160,9 +160,16 @@ class RocConfig(Section):
     penalise_format: bool = True
 
 
-class LossConfig(Section):
-    """The GRPO loss; the defaults are those of the paper."""
+ADVANTAGES = ("grpo", "dr_grpo", "rloo")
+LOSSES = ("clip", "gspo", "cispo")
 
+
+class LossConfig(Section):
+    """The loss of RL; the defaults are those of the paper."""
+
+    kind: str = "clip"
+    """`clip` (GRPO: clipped token ratios, mean over tokens), `gspo` (clipped sequence ratios, mean
+    over sequences), `cispo` (clipped weights), or one's own as `module:function`."""
     clip_low: float = Field(0.2, ge=0)
     clip_high: float = Field(0.28, ge=0)
     kl: float = Field(0.0, ge=0)
@@ -265,6 +272,9 @@ class RlConfig(Section):
     collection run up to k steps ahead of the learner."""
     sampling: SamplingConfig = SamplingConfig()
     roc: RocConfig = RocConfig()
+    advantage: str = "grpo"
+    """`grpo`, `dr_grpo` (without the standard deviation), `rloo` (against the mean of the others),
+    or one's own as `module:function`."""
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     stages: tuple[StageConfig, ...] = ()

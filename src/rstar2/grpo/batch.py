@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rstar2.errors import InvariantError
-from rstar2.grpo.advantage import advantages
+from rstar2.grpo.advantage import group_advantages
 from rstar2.grpo.roc import select
 from rstar2.types import Batch, Group, Sample, Selection, Trajectory
 
@@ -33,21 +33,26 @@ def teaches(selection: Selection) -> bool:
     return len({choice.reward for choice in selection.choices if choice.kept}) > 1
 
 
-def make_batch(step: int, pairs: Iterable[tuple[Group, Selection]], loss: LossConfig) -> Batch:
+def make_batch(
+    step: int,
+    pairs: Iterable[tuple[Group, Selection]],
+    loss: LossConfig,
+    advantage: str = "grpo",
+) -> Batch:
     """Samples of the kept rollouts, group by group; groups that teach nothing are left out."""
     samples: list[Sample] = []
     for group, selection in pairs:
         if group.id != selection.group_id or len(group.trajectories) != len(selection.choices):
             raise InvariantError(f"selection of {selection.group_id} given for group {group.id}")
         if teaches(selection):
-            samples += _samples(group, selection, loss)
+            samples += _samples(group, selection, loss, advantage)
     return Batch(step, tuple(samples))
 
 
-def _samples(group: Group, selection: Selection, loss: LossConfig) -> Iterable[Sample]:
+def _samples(group: Group, selection: Selection, loss: LossConfig, name: str) -> Iterable[Sample]:
     kept = [group.trajectories[i] for i in selection.kept]
     rewards = [selection.choices[i].reward for i in selection.kept]
-    for trajectory, advantage in zip(kept, advantages(rewards), strict=True):
+    for trajectory, advantage in zip(kept, group_advantages(name, rewards), strict=True):
         if loss.overlong_filter and trajectory.truncated:
             continue
         if not trajectory.sampled_tokens:

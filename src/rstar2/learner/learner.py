@@ -106,9 +106,10 @@ class Learner:
         rate = self._optimizers.factor * self._optimizers.config.lr
         for index, (part, packs) in enumerate(zip(parts, plans, strict=True)):
             tokens = sum(sum(sample.mask[1:]) for sample in part)
+            sequences = sum(any(sample.mask[1:]) for sample in part)
             minibatch = _MiniBatch(part, packs, old[index], reference[index] if reference else None)
             self._minibatches.append(minibatch)
-            loss_of = minibatch.loss_of(loss, tokens, self.device)
+            loss_of = minibatch.loss_of(loss, tokens, sequences, self.device)
             norms.append(self._update(packs, loss_of, stats))
         metrics = self._reduced(stats).metrics(loss)
         return metrics | self._step_metrics(norms, rate, plans)
@@ -358,7 +359,7 @@ class _MiniBatch:
         self.reference = None if reference is None else _by_pack(packs, reference)
         self._seen: list[tuple[Pack, Tensor, Tensor]] = []
 
-    def loss_of(self, config: LossConfig, tokens: int, device: str) -> LossOf:
+    def loss_of(self, config: LossConfig, tokens: int, sequences: int, device: str) -> LossOf:
         rollout = [sample.logprobs for sample in self.samples]
 
         def loss_of(pack: Pack, current_T: Tensor, entropy_T: Tensor) -> tuple[Tensor, Stats]:
@@ -378,7 +379,7 @@ class _MiniBatch:
                 reference_T=None if self.reference is None else self.reference[id(pack)],
             )
             self._seen.append((pack, batch.old_T, current_T.detach()))
-            return grpo_loss(current_T, entropy_T, batch, config, tokens)
+            return grpo_loss(current_T, entropy_T, batch, config, tokens, sequences)
 
         return loss_of
 

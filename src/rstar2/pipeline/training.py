@@ -38,7 +38,7 @@ def resample(step: int, collected: CollectedStep, rl: RlConfig, seed: int) -> Re
     """Select G of the 2G rollouts of every used group and make the batch. Pure."""
     selections = resample_groups(collected.groups, rl.roc, seed)
     pairs = zip(collected.groups, selections, strict=True)
-    return ResampledStep(collected, selections, make_batch(step, pairs, rl.loss))
+    return ResampledStep(collected, selections, make_batch(step, pairs, rl.loss, rl.advantage))
 
 
 class Training:
