@@ -212,7 +212,7 @@ async def run_trajectory(
     try:
         stop = await rollout.run()
     finally:
-        await _release(generator, id)
+        await release_session(generator, id)
     return Trajectory(
         id=id,
         problem_id=problem.id,
@@ -318,7 +318,7 @@ class _TokenLoop:
                 )
         except TimeoutError as error:
             raise DeadlineError(f"no turn within {deadline + GRACE_S:g} s") from error
-        _check(generation, sampling)
+        check_generation(generation, sampling)
         return generation
 
     def _record_text(self, index: int, text: str, parsed: ParsedTurn) -> None:
@@ -361,7 +361,7 @@ class _TokenLoop:
             raise InvariantError(f"{self.id}: a turn's prompt must extend the one before it")
 
 
-def _check(generation: Generation, sampling: Sampling) -> None:
+def check_generation(generation: Generation, sampling: Sampling) -> None:
     """Refuse a generation that lacks what training needs (Invariant 2)."""
     count = len(generation.token_ids)
     if generation.finish is not Finish.CANCELLED and count == 0:
@@ -376,7 +376,7 @@ def _check(generation: Generation, sampling: Sampling) -> None:
         raise EngineError("the engine must give one entropy per token or none")
 
 
-async def _release(generator: Generator, session: str) -> None:
+async def release_session(generator: Generator, session: str) -> None:
     """Release the session on the engine, even if this task is cancelled during the release."""
     task = asyncio.ensure_future(_release_with_deadline(generator, session))
     cancelled: asyncio.CancelledError | None = None

@@ -178,6 +178,8 @@ class RolloutTokens:
             if parent.turn != len(segment.turns) - 1:
                 raise InvariantError("a request extends a segment that another has extended")
             added = prompt.ids[len(parent.ids) :]
+            if prompt.ids != parent.ids + added or not added:
+                raise InvariantError("the prompt of a turn does not extend the sampled tokens")
             segment.turns[-1] = replace(segment.turns[-1], response_ids=added)
         else:
             number, segment = len(self._segments), _GrowingSegment(prompt.ids)

@@ -1,0 +1,44 @@
+"""A tiny model with random weights behind a real embedded engine and a real HTTP endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from transformers import AutoTokenizer
+
+from rstar2.agent.template import Template
+from rstar2.config import TemplateConfig
+from rstar2.endpoint.server import EndpointServer
+from rstar2.engine.embedded import EmbeddedEngine
+from rstar2.learner.tiny import make_tiny
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny") / "model"
+    make_tiny(path, seed=0)
+    return path
+
+
+@pytest.fixture(scope="session")
+def template(tiny_dir: Path) -> Template:
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_dir)
+    return Template(tokenizer, TemplateConfig(system="none", instruction="none"))
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def engine(tiny_dir: Path) -> AsyncIterator[EmbeddedEngine]:
+    engine = EmbeddedEngine(tiny_dir, kv_tokens=16384, max_sequences=16, max_length=512)
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def server() -> AsyncIterator[EndpointServer]:
+    async with EndpointServer() as server:
+        yield server
