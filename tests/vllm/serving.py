@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rstar2.engine.vllm import VllmEngine
 from rstar2.engine.vllm_server import ServerSettings
@@ -27,12 +28,18 @@ def engine_of(name: str, model: Path, *, packed_linears: bool = False) -> VllmEn
     return VllmEngine(name, server=settings)
 
 
-async def until(engine: VllmEngine, condition: Callable[[EngineLoad], bool]) -> EngineLoad:
-    """Wait until the engine's load meets a condition; returns that load."""
-    async with asyncio.timeout(60):
-        while not condition(load := await engine.load()):  # noqa: ASYNC110
+async def until(
+    engine: VllmEngine,
+    condition: Callable[[EngineLoad], bool],
+    unless: asyncio.Future[Any] | None = None,
+) -> EngineLoad:
+    """Wait until the engine's load meets a condition or `unless` is done; returns that load."""
+    async with asyncio.timeout(180):
+        while True:
+            load = await engine.load()
+            if condition(load) or (unless is not None and unless.done()):
+                return load
             await asyncio.sleep(0.05)
-    return load
 
 
 async def eventually(condition: Callable[[], bool], deadline_s: float) -> None:

@@ -101,8 +101,14 @@ async def test_what_cannot_be_served_is_the_callers_mistake(engines: Engines) ->
         await sample(engines[0], [1] * (MAX_LENGTH + 5), 4)
 
 
+async def sample_without_end(engine: VllmEngine) -> None:
+    """Keep one request running; on a busy machine one alone may end before it is observed."""
+    while True:
+        await sample(engine, PROMPTS[0], LONG)
+
+
 async def test_cancelling_frees_the_engine(engines: Engines) -> None:
-    task = asyncio.ensure_future(sample(engines[0], PROMPTS[0], LONG))
+    task = asyncio.ensure_future(sample_without_end(engines[0]))
     await until(engines[0], lambda load: load.running > 0)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -153,33 +159,51 @@ async def test_a_cached_prefix_does_not_cross_versions(engines: Engines, stage: 
     assert (await sample(engines[0], prompt, 4)).cached_tokens == 0
 
 
+async def interrupted_by_an_update(
+    engine: VllmEngine, old: Path, new: Path
+) -> tuple[int, list[asyncio.Task[Generation]]]:
+    """Requests that were running when new weights arrived, and the version of the old weights.
+
+    On a busy machine requests may end before the update arrives: then others are started.
+    """
+    for version in range(4, 44, 2):
+        await publish(learner_of(old), [engine], version, PROBE)
+        running = [
+            asyncio.ensure_future(sample(engine, PROMPTS[0], LONG, temperature=0.0))
+            for _ in range(3)
+        ]
+        ended = asyncio.gather(*running)
+        await until(engine, lambda load: load.kv_used > 96, unless=ended)  # tokens are sampled
+        await engine.update_weights(WeightUpdate(version + 1, path=new, hold=True))
+        if not any(task.done() for task in running):
+            return version, running
+        await engine.resume()
+        await ended
+    raise AssertionError("all requests ended before an update could interrupt them")
+
+
 async def test_requests_interrupted_by_an_update_continue_under_the_new_weights(
-    engines: Engines, stage: Path, other: Path, tmp_path: Path
+    engines: Engines, stage: Path, other: Path
 ) -> None:
     """They keep their tokens and wait for verification; each token carries its version."""
     engine = engines[0]
-    await publish(learner_of(stage), [engine], 4, PROBE)
-    running = [
-        asyncio.ensure_future(sample(engine, PROMPTS[0], LONG, temperature=0.0)) for _ in range(3)
-    ]
-    await until(engine, lambda load: load.kv_used > 96)  # some tokens are sampled
-    await engine.update_weights(WeightUpdate(5, path=other, hold=True))
-    assert await engine.score(PROBE) == pytest.approx(
-        learner_of(other).logprobs([PROBE])[0], abs=1e-4
-    )
-    await asyncio.sleep(0.5)
-    assert (await engine.load()).running == 0, "nothing is sampled before resume"
+    version, running = await interrupted_by_an_update(engine, stage, other)
+    for _ in range(3):  # each score is a step of the engine in which the others could sample
+        assert await engine.score(PROBE) == pytest.approx(
+            learner_of(other).logprobs([PROBE])[0], abs=1e-4
+        )
+        assert (await engine.load()).running == 0, "nothing is sampled before resume"
     assert not any(task.done() for task in running)
     await engine.resume()
-    reference = {4: Reference(stage), 5: Reference(other)}
+    reference = {version: Reference(stage), version + 1: Reference(other)}
     for generation in await asyncio.gather(*running):
         (old, before), (new, after) = generation.versions
-        assert (old, new, before + after) == (4, 5, LONG)
+        assert (old, new, before + after) == (version, version + 1, LONG)
         assert before > 0
         ids = list(generation.token_ids)
         early, late = min(16, before), min(16, after)
-        assert ids[:early] == reference[4].greedy(PROMPTS[0], early)
-        assert ids[before : before + late] == reference[5].greedy(
+        assert ids[:early] == reference[old].greedy(PROMPTS[0], early)
+        assert ids[before : before + late] == reference[new].greedy(
             [*PROMPTS[0], *ids[:before]], late
         )
 
