@@ -20,7 +20,7 @@ LAYERS = (
         *("agent", "codeenv", "endpoint", "engine", "entropy", "environments", "evaluate"),
         *("grpo", "learner", "problems", "report", "reward", "rollout", "sandbox", "viewer"),
     },
-    {"pipeline", "cluster", "plan"},
+    {"pipeline", "cluster", "plan", "mcp"},
     {"ablation"},
     {"cli", "__main__"},
 )

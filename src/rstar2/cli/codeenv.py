@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from rstar2 import extras
 from rstar2.codeenv import deadlines
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.codeenv.protocol import RunRequest
@@ -27,6 +28,7 @@ from rstar2.types import Limits, ToolResult, encode
 
 TOKEN_VARIABLE = "RSTAR2_CODEENV_TOKEN"
 PORT = 8088
+MCP_PORT = 8089
 CONFIG = CodeEnvConfig()
 
 app = typer.Typer(
@@ -217,6 +219,74 @@ async def _run_one(call: RunRequest, config: CodeEnvConfig) -> ToolResult:
 
 
 @app.command()
+def mcp(
+    http: Annotated[
+        bool, typer.Option("--http", help="Serve over HTTP instead of stdin and stdout.")
+    ] = False,
+    host: Annotated[
+        str, typer.Option(help="Address for --http; a token is required beyond loopback.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="Port for --http; 0 chooses a free one.", min=0, max=65535)
+    ] = MCP_PORT,
+    token_file: Annotated[
+        Path | None, typer.Option(help=f"File that contains the token (or set {TOKEN_VARIABLE}).")
+    ] = None,
+    url: Url = "",
+    isolation: Isolation = "auto",
+    slots: Slots = 0,
+    sessions: Sessions = CONFIG.sessions,
+    session_ttl_s: SessionTtlS = CONFIG.session_ttl_s,
+    session_memory_mb: SessionMemoryMb = CONFIG.session_memory_mb,
+    wall_s: WallS = None,
+    cpu_s: CpuS = None,
+    memory_mb: MemoryMb = None,
+    processes: Processes = None,
+    file_mb: FileMb = None,
+    scratch_mb: ScratchMb = None,
+    output_chars: OutputChars = None,
+) -> None:
+    """Serve the code environment to MCP clients, as the tools `python` and `python_session`.
+
+    \b
+    rstar2 codeenv mcp                        over stdin and stdout, for desktop clients
+    rstar2 codeenv mcp --http                 at http://127.0.0.1:8089/mcp
+
+    The command starts a code environment of its own, or uses the one at --url. `python` runs each
+    program afresh; `python_session` keeps variables for one conversation.
+    """
+    extras.need("mcp", feature="rstar2 codeenv mcp")
+    from rstar2 import mcp as serving
+
+    limits = _with_cpu(
+        Limits(wall_s, cpu_s, memory_mb, processes, file_mb, scratch_mb, output_chars)
+    )
+    token = _token(token_file)
+    listen = _config(host=host, port=port, token=token)
+    config = _config(
+        urls=(url,) if url else (), token=os.environ.get(TOKEN_VARIABLE), isolation=isolation,
+        slots=slots, sessions=sessions, session_ttl_s=session_ttl_s,
+        session_memory_mb=session_memory_mb, cap=_raised(CONFIG.cap, limits),
+    )  # fmt: skip
+
+    async def main() -> None:
+        async with _client(config) as client:
+            # A limit that the server refuses is this command's mistake, not that of a model.
+            await client.run(RunRequest(f"cli-{secrets.token_hex(8)}", "", limits=limits))
+            if not http:
+                tools = serving.PythonTools(client, limits, session_ttl_s, serving.STDIO)
+                return await serving.serve_stdio(tools)
+            tools = serving.PythonTools(client, limits, session_ttl_s)
+            return await serving.serve_http(tools, listen, session_ttl_s, say)
+
+    def say(address: str) -> None:
+        shown = ", token required" if token else ""
+        progress.print(f"MCP at {address}{shown}; Ctrl-C stops it", highlight=False)
+
+    asyncio.run(main())
+
+
+@app.command()
 def bench(
     seconds: Annotated[float, typer.Option(help="Seconds to measure each program.", min=0.1)] = 3.0,
     concurrency: Annotated[int, typer.Option(help="Number of calls in flight.", min=1)] = 64,
@@ -301,6 +371,16 @@ def _served_limits(given: Limits, highest: Limits) -> tuple[Limits, Limits]:
                 f"({cap[name]}): lower it, or raise --max-{option[2:]}"
             )
     return Limits(**default), Limits(**cap)
+
+
+def _raised(cap: Limits, limits: Limits) -> Limits:
+    """Caps that allow the given limits."""
+    return Limits(
+        **{
+            field.name: max(getattr(cap, field.name), getattr(limits, field.name) or 0)
+            for field in dataclasses.fields(Limits)
+        }
+    )
 
 
 def _with_cpu(limits: Limits) -> Limits:

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 Body = bytes
 Handler = Callable[[Body], Awaitable[Any]]
 
@@ -87,15 +88,12 @@ class CodeEnvApp:
         # HEAD is GET without the body of the answer, which uvicorn leaves out.
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         path = scope["path"]
-        authorized = self._authorized(scope)
-        if path == "/health" and method == "GET" and not authorized:
+        allowed = authorized(scope, self.token)
+        if path == "/health" and method == "GET" and not allowed:
             return await _send_json(send, {"status": self.table.health().status})
-        if not authorized:
-            raise Refusal(
-                "unauthorized",
-                "this server needs its token: send `Authorization: Bearer TOKEN`, or put it into "
-                "the URL as http://token:TOKEN@host:port",
-            )
+        if not allowed:
+            self.table.metrics.refused["unauthorized"] += 1
+            return await send_unauthorized(send)
         if (method, path) == ("GET", "/metrics"):
             text = metrics.render(self.table.metrics, self.table.health(), self.table.active)
             return await _send(send, 200, text.encode(), b"text/plain; version=0.0.4")
@@ -103,13 +101,14 @@ class CodeEnvApp:
             return await self._batch(await self._read_body(scope, receive), receive, send)
         handler = self._routes.get((method, path)) or self._session_route(method, path)
         if handler is None:
-            allowed = [known for known, taken in self._methods if taken == path]
-            if allowed:
+            taken_here = [known for known, taken in self._methods if taken == path]
+            if taken_here:
+                methods = ", ".join(taken_here)
                 error = wire.WireError(
-                    "method", f"{path} does not take {method}; it takes {', '.join(allowed)}"
+                    "method", f"{path} does not take {method}; it takes {methods}"
                 )
                 self.table.metrics.refused["method"] += 1
-                return await _send_error(send, error, (b"allow", ", ".join(allowed).encode()))
+                return await _send_error(send, error, (b"allow", methods.encode()))
             known = sorted({taken for _, taken in self._methods})
             raise Refusal("not_found", f"no such path: {path}; there are {', '.join(known)}")
         body = await self._read_body(scope, receive)
@@ -158,20 +157,6 @@ class CodeEnvApp:
                 "try again later, or send smaller batches",
                 retry_after_s=1.0,
             )
-
-    def _authorized(self, scope: Scope) -> bool:
-        if self.token is None:
-            return True
-        given = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
-        scheme, _, secret = given.partition(b" ")
-        if scheme.lower() == b"basic":
-            try:
-                secret = base64.b64decode(secret, validate=True).partition(b":")[2]
-            except binascii.Error:
-                return False
-        elif scheme.lower() != b"bearer":
-            return False
-        return hmac.compare_digest(secret.strip(), self.token.encode())
 
     # ----------------------------------------------------------------- single calls
 
@@ -341,6 +326,30 @@ class BatchStream:
 
 
 # --------------------------------------------------------------------------- ASGI helpers
+
+
+def authorized(scope: Scope, token: str | None) -> bool:
+    """True if no token is needed, or the request carries it (Bearer, or Basic from a URL)."""
+    if token is None:
+        return True
+    given = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
+    scheme, _, secret = given.partition(b" ")
+    if scheme.lower() == b"basic":
+        try:
+            secret = base64.b64decode(secret, validate=True).partition(b":")[2]
+        except binascii.Error:
+            return False
+    elif scheme.lower() != b"bearer":
+        return False
+    return hmac.compare_digest(secret.strip(), token.encode())
+
+
+async def send_unauthorized(send: Send) -> None:
+    message = (
+        "this server needs its token: send `Authorization: Bearer TOKEN`, or put it into the URL "
+        "as http://token:TOKEN@host:port"
+    )
+    await _send_error(send, wire.WireError("unauthorized", message))
 
 
 def _too_large() -> Refusal:

@@ -28,7 +28,7 @@ import uvicorn
 
 from rstar2.codeenv import deadlines
 from rstar2.codeenv.protocol import Executor
-from rstar2.codeenv.server.app import CodeEnvApp
+from rstar2.codeenv.server.app import AsgiApp, CodeEnvApp
 from rstar2.codeenv.server.calls import CallTable
 from rstar2.codeenv.server.connections import (
     BACKLOG,
@@ -50,8 +50,8 @@ _START = (
 )
 
 
-def http_config(app: CodeEnvApp) -> uvicorn.Config:
-    """How uvicorn serves the application. Its warnings are off: callers could flood the log."""
+def http_config(app: AsgiApp) -> uvicorn.Config:
+    """How uvicorn serves an application. Its warnings are off: callers could flood the log."""
     return uvicorn.Config(
         app, log_config=None, log_level="error", access_log=False, lifespan="off",
         server_header=False, timeout_keep_alive=int(deadlines.KEEP_ALIVE_S), ws="none",
@@ -153,7 +153,7 @@ async def _serve(
     gc.collect()
     gc.freeze()  # imported objects stay: no collection needs to visit them again
     serving = asyncio.create_task(server.serve(sockets=[sock]))
-    on_ready(ServerReady(_url(config, sock), executor.stats().isolation, executor.slots))
+    on_ready(ServerReady(url_of(config, sock), executor.stats().isolation, executor.slots))
     await stop.unless(serving)
     await _shut_down(server, table, serving, stop, grace_s)
 
@@ -244,7 +244,8 @@ async def _watch_owner(owner: IO[bytes], stop: StopSignal) -> None:
     stop.force()
 
 
-def _url(config: CodeEnvConfig, sock: socket.socket) -> str:
+def url_of(config: CodeEnvConfig, sock: socket.socket) -> str:
+    """The URL of a server that listens on this socket."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     return f"http://{host}:{sock.getsockname()[1]}"
 

@@ -1,0 +1,274 @@
+"""The MCP server with the real client from PyPI, over stdio and over HTTP, in both protocols."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("mcp")
+
+from mcp import Client, MCPError, StdioServerParameters
+from mcp.client.stdio import stdio_client
+from mcp.client.streamable_http import streamable_http_client
+from mcp.shared._httpx_utils import create_mcp_http_client
+from mcp.types import CallToolResult, TextContent
+
+from rstar2.codeenv.client import CodeEnvClient
+from rstar2.config import CodeEnvConfig
+from rstar2.mcp import PythonTools
+
+START_S = 600
+MAIN = [sys.executable, "-c", "from rstar2.cli import main; main()", "codeenv"]
+
+
+@contextlib.contextmanager
+def command(*arguments: str, **environment: str) -> Iterator[tuple[Any, str]]:
+    """A running `rstar2 codeenv` command and the URL that it prints."""
+    process = subprocess.Popen(
+        [*MAIN, *arguments], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, "COLUMNS": "200", **environment},
+    )  # fmt: skip
+    assert process.stderr is not None
+    try:
+        line = next(line for line in process.stderr if "http://" in line)
+        yield process, "http://" + line.partition("http://")[2].split(" ")[0].rstrip(";:,\n")
+    finally:
+        process.terminate()
+        process.communicate(timeout=120)
+
+
+@pytest.fixture(scope="module")
+def codeenv() -> Iterator[str]:
+    """The URL of one code environment for this file."""
+    with command("serve", "--port", "0", "--slots", "2", "--max-wall-s", "300") as (_, url):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def http_url(codeenv: str) -> Iterator[str]:
+    """One MCP server: programs may wait for long, but not compute for long."""
+    limits = ("--wall-s", "300", "--cpu-s", "3")
+    with command("mcp", "--http", "--port", "0", "--url", codeenv, *limits) as (_, url):
+        yield url
+
+
+Connect = Callable[[], AbstractAsyncContextManager[Client]]
+
+
+@pytest.fixture(params=["stdio-auto", "stdio-legacy", "http-auto", "http-legacy"])
+def connect(request: pytest.FixtureRequest, codeenv: str, http_url: str) -> Connect:
+    """Opens a client: over stdio it starts a server of its own, which uses the code environment."""
+    transport, mode = request.param.split("-")
+
+    def start() -> AbstractAsyncContextManager[Client]:
+        if transport == "http":
+            return Client(http_url, mode=mode, read_timeout_seconds=120)
+        arguments = [*MAIN[1:], "mcp", "--url", codeenv, "--wall-s", "20"]
+        parameters = StdioServerParameters(command=MAIN[0], args=arguments)
+        return Client(stdio_client(parameters), mode=mode, read_timeout_seconds=120)
+
+    return start
+
+
+def text(result: CallToolResult) -> str:
+    (block,) = result.content
+    assert isinstance(block, TextContent)
+    return block.text
+
+
+def health(codeenv: str) -> Any:
+    return httpx.get(codeenv + "/health", timeout=120).json()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(120):
+        while not await asyncio.to_thread(condition):  # noqa: ASYNC110 (of another process)
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.slow
+async def test_programs_sessions_and_mistakes(connect: Connect, codeenv: str) -> None:
+    async with connect() as client:
+        tools = {tool.name: tool for tool in (await client.list_tools()).tools}
+        assert set(tools) == {"python", "python_session"}
+        assert tools["python"].input_schema["required"] == ["code"]
+
+        result = await client.call_tool("python", {"code": "print(int(input())*7)", "stdin": "6"})
+        assert (text(result), result.is_error) == ("42", False)
+        assert result.structured_content["outcome"] == "ok"
+        failed = await client.call_tool("python", {"code": "x = 1\n1/0"})
+        assert failed.is_error
+        assert "ZeroDivisionError" in text(failed)
+        assert "line 2" in text(failed)
+
+        for arguments, part in (
+            ({}, "code"), ({"code": 7}, "string"), ({"code": "1", "kode": "2"}, "kode"),
+            ({"code": "x" * 2_000_000}, "code"),
+        ):  # fmt: skip
+            wrong = await client.call_tool("python", arguments)
+            assert wrong.is_error
+            assert part in text(wrong)
+        with pytest.raises(MCPError, match="python_session"):
+            await client.call_tool("bash", {"code": "ls"})
+
+        hostile = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nos.kill(-1, 9)"
+        await client.call_tool("python", {"code": hostile})
+        spied = await client.call_tool("python", {"code": "open('/proc/1/environ').read()"})
+        assert spied.is_error
+        assert text(await client.call_tool("python", {"code": "1 + 1"})) == "2"
+
+        first = await client.call_tool("python_session", {"code": "a = 20\nprint('set')"})
+        more = {"session": first.structured_content["session"]}
+        after = await client.call_tool("python_session", {"code": "a += 1; 1/0", **more})
+        assert after.is_error
+        kept = await client.call_tool("python_session", {"code": "a + 1", **more})
+        assert text(kept) == "21"
+        missing = await client.call_tool("python_session", {"code": "a", "session": "s-none"})
+        assert missing.is_error
+        assert "s-none" in text(missing)
+
+
+@pytest.mark.slow
+async def test_a_conversation_has_one_session_which_ends_with_it(
+    codeenv: str, http_url: str
+) -> None:
+    before = health(codeenv)["sessions"]  # other tests leave some that end by their TTL
+    async with Client(http_url, mode="legacy") as one, Client(http_url, mode="legacy") as two:
+        calls = [one.call_tool("python_session", {"code": "b = 1"}) for _ in range(3)]
+        await asyncio.gather(*calls)
+        assert text(await one.call_tool("python_session", {"code": "b"})) == "1"
+        assert (await two.call_tool("python_session", {"code": "b"})).is_error
+        assert health(codeenv)["sessions"] == before + 2
+    await until(lambda: health(codeenv)["sessions"] == before)
+
+    arguments = [*MAIN[1:], "mcp", "--url", codeenv]
+    parameters = StdioServerParameters(command=MAIN[0], args=arguments)
+    async with Client(stdio_client(parameters)) as client:
+        await client.call_tool("python_session", {"code": "b = 2"})
+        assert text(await client.call_tool("python_session", {"code": "b"})) == "2"
+        assert health(codeenv)["sessions"] == before + 1
+    await until(lambda: health(codeenv)["sessions"] == before)
+
+
+@pytest.mark.slow
+async def test_without_conversations_the_result_names_the_session(http_url: str) -> None:
+    async with Client(http_url) as client:
+        first = await client.call_tool("python_session", {"code": "c = 3"})
+        session = first.structured_content["session"]
+        assert f'session="{session}"' in text(first)
+        second = await client.call_tool("python_session", {"code": "c", "session": session})
+        assert text(second) == "3"
+
+
+@pytest.mark.slow
+async def test_a_time_out_is_a_result(http_url: str) -> None:
+    async with Client(http_url) as client:
+        late = await client.call_tool("python", {"code": "while True: pass"})
+        assert late.is_error
+        assert late.structured_content["outcome"] == "timeout"
+        assert "3 s" in text(late)
+
+
+SLEEPER = "import time\ntime.sleep(290)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["auto", "legacy"])
+async def test_a_cancelled_call_ends_its_program(codeenv: str, http_url: str, mode: str) -> None:
+    async with Client(http_url, mode=mode) as client:
+        call = asyncio.create_task(client.call_tool("python", {"code": SLEEPER}))
+        await until(lambda: health(codeenv)["busy"] == 1)
+        call.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await call
+        await until(lambda: health(codeenv)["busy"] == 0)
+        assert text(await client.call_tool("python", {"code": "1"})) == "1"
+
+
+@pytest.mark.slow
+async def test_a_client_that_disconnects_leaves_no_program(codeenv: str, http_url: str) -> None:
+    program = (
+        "import asyncio, sys; from mcp import Client\n"
+        "async def main():\n"
+        "    async with Client(sys.argv[1]) as client:\n"
+        f"        await client.call_tool('python', {{'code': {SLEEPER!r}}})\n"
+        "asyncio.run(main())"
+    )
+    caller = await asyncio.create_subprocess_exec(sys.executable, "-c", program, http_url)
+    try:
+        await until(lambda: health(codeenv)["busy"] == 1)
+    finally:
+        caller.kill()
+        await caller.wait()
+    await until(lambda: health(codeenv)["busy"] == 0)
+
+
+@pytest.mark.slow
+async def test_http_asks_for_its_token(codeenv: str) -> None:
+    arguments = ("mcp", "--http", "--port", "0", "--url", codeenv)
+    with command(*arguments, RSTAR2_CODEENV_TOKEN="secret") as (_, url):
+        async with create_mcp_http_client(headers=BEARER) as http:
+            refused = await http.post(url, json={}, headers={"authorization": "Bearer wrong"})
+            assert refused.status_code == 401
+            assert "Bearer" in refused.json()["error"]["message"]
+            assert (await http.get(url.replace("/mcp", "/other"))).status_code == 404
+            async with Client(streamable_http_client(url, http_client=http)) as client:
+                assert text(await client.call_tool("python", {"code": "1"})) == "1"
+
+
+BEARER = {"authorization": "Bearer secret"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(START_S)
+async def test_the_command_starts_a_code_environment_of_its_own() -> None:
+    parameters = StdioServerParameters(command=MAIN[0], args=[*MAIN[1:], "mcp", "--slots", "1"])
+    async with Client(stdio_client(parameters), read_timeout_seconds=START_S) as client:
+        assert text(await client.call_tool("python", {"code": "6 * 7"})) == "42"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("mcp", "--http", "--host", "0.0.0.0"), "token"),
+        (("mcp", "--url", "http://127.0.0.1:9"), "127.0.0.1:9"),
+    ],
+)
+@pytest.mark.slow
+def test_what_cannot_be_served_is_one_message(arguments: tuple[str, ...], part: str) -> None:
+    done = subprocess.run([*MAIN, *arguments], capture_output=True, text=True, timeout=START_S)
+    assert done.returncode
+    assert part in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_the_extra_the_command_says_so_in_one_line() -> None:
+    program = "import sys; sys.modules['mcp'] = None; from rstar2.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "codeenv", "mcp"], capture_output=True, text=True,
+        timeout=START_S,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.strip().count("\n") == 0
+    assert "pip install 'rstar2[mcp]'" in done.stderr
+
+
+async def test_an_infrastructure_failure_is_an_error_not_a_result(serve: Any) -> None:
+    async with serve() as server:
+        config = CodeEnvConfig(urls=(server.url,))
+        async with (
+            await CodeEnvClient.start(config) as client,
+            Client(PythonTools(client).server()) as caller,
+        ):
+            with pytest.raises(MCPError, match="could not execute"):
+                await caller.call_tool("python", {"code": "lost"})
+            assert text(await caller.call_tool("python", {"code": "echo 1"})) == "1"
