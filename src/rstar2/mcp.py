@@ -115,7 +115,7 @@ TOOLS = [
 
 
 @dataclass(slots=True)
-class Conversation:
+class ConversationSession:
     """The session of one conversation; the lock lets concurrent first calls open only one."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -136,7 +136,7 @@ class PythonTools:
         self._limits = limits
         self._ttl_s = session_ttl_s
         self._conversation = conversation
-        self._conversations: dict[str, Conversation] = {}
+        self._conversations: dict[str, ConversationSession] = {}
         self._sessions: dict[str, CodeSession] = {}
         self._used_s: dict[str, float] = {}
         """When each session was last used; the longest unused one comes first."""
@@ -205,7 +205,7 @@ class PythonTools:
             return known
         if conversation is None:
             return await self._open()
-        own = self._conversations.setdefault(conversation, Conversation())
+        own = self._conversations.setdefault(conversation, ConversationSession())
         async with own.lock:
             if own.session is None:
                 own.session = await self._open()
