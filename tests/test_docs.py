@@ -1,10 +1,19 @@
-"""The documentation: every relative link leads somewhere, and every image is shown somewhere."""
+"""The documentation: links lead somewhere, images are shown somewhere, examples run."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+from rstar2 import Sandbox
+from rstar2.codeenv.client.background import background
+from rstar2.sandbox import TOKEN_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -47,3 +56,30 @@ def test_every_page_is_linked() -> None:
     linked = {target for page in PAGES for target, _ in links(page)}
     pages = {page for page in PAGES if page.parent != ROOT}
     assert sorted(str(page.relative_to(ROOT)) for page in pages - linked) == []
+
+
+# --------------------------------------------------------------------------- examples that run
+
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_sandbox_run() -> None:
+    """In order and in one namespace, as a reader would type them."""
+    examples = PYTHON.findall((ROOT / "docs" / "sandbox.md").read_text(encoding="utf-8"))
+    assert len(examples) >= 8
+    program = "\n".join(examples)
+    for three_lines in PYTHON.findall((ROOT / "README.md").read_text(encoding="utf-8")):
+        program += three_lines
+    with Sandbox() as box:
+        endpoint = background().submit(box._calls.client()).result(120).endpoints[0]
+        assert endpoint.owned is not None
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "SANDBOX_URL": endpoint.url, TOKEN_VARIABLE: endpoint.owned.token},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("42\n")
