@@ -76,7 +76,7 @@ def forbid_namespaces() -> None:
 def main(command: list[str]) -> None:
     if os.geteuid() == 0:
         checkout = Path(__file__).resolve().parents[1]
-        readable = {Path(path).resolve() for path in (*confine.readable_paths(), checkout)}
+        readable = {Path(path).resolve() for path in [*confine.readable_paths(), str(checkout)]}
         show(sorted(path for path in readable if path.is_dir()))
         os.setgroups([])
         os.setresgid(USER, USER, USER)
