@@ -1,10 +1,11 @@
 """Run the miniature in a process of its own and kill it, -9, at a chosen moment.
 
-    python -m tests.e2e.drive DATA RUN MOMENT   (from the repository's root)
+    python -m tests.e2e.drive DATA RUN MOMENT [evaluated]   (from the repository's root)
 
 MOMENT: `never`; `step:STAGE:N` in the middle of the N-th step of a stage; `checkpoint:N` while the
 N-th checkpoint is half written; `stage:NAME` at the start of a stage or evaluation; `term:STAGE:N`
-sends SIGTERM instead of dying.
+sends SIGTERM instead of dying. `evaluated` also evaluates before SFT and after every RL step, and
+lets the first stage end at a plateau.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rstar2.learner import checkpoint
 from rstar2.pipeline.controller import run
 from rstar2.pipeline.progress import QuietView, StageKind
 from rstar2.record import RunDirectory
-from tests.e2e.miniature import miniature
+from tests.e2e.miniature import evaluated, miniature
 
 
 def die() -> None:
@@ -74,11 +75,13 @@ async def supervised(recipe: Any, directory: RunDirectory, view: Killer) -> None
 
 
 def main() -> None:
-    data, path, moment = sys.argv[1:]
+    data, path, moment, *kind = sys.argv[1:]
     if moment.startswith("checkpoint:"):
         number = int(moment.partition(":")[2])
         checkpoint.write_meta = half_written(checkpoint.write_meta, number)
     recipe = miniature(Path(data))
+    if kind:
+        recipe = evaluated(recipe)
     with RunDirectory.create_or_resume(path, recipe) as directory:
         try:
             asyncio.run(supervised(recipe, directory, Killer(moment)))

@@ -14,11 +14,11 @@ ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 400
 
 
-def drive(data: Path, run: Path, moment: str = "never") -> int:
+def drive(data: Path, run: Path, moment: str = "never", *kind: str) -> int:
     """Run the miniature in its own process; returns how it ended."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "RSTAR2_TEST_RUN": str(run)}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.drive", str(data), str(run), moment],
+        [sys.executable, "-m", "tests.e2e.drive", str(data), str(run), moment, *kind],
         cwd=ROOT,
         env=environment,
         timeout=DEADLINE_S,

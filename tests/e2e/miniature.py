@@ -101,3 +101,15 @@ def miniature(directory: Path, **changes: Any) -> Recipe:
         "record": {"checkpoint_every": 1},
     }
     return Recipe.model_validate(values | changes)
+
+
+def evaluated(recipe: Recipe) -> Recipe:
+    """The same training, with an evaluation after every step and a first stage that may end early.
+
+    A gain of 1 is impossible, so the plateau is reached as soon as two steps can be compared.
+    """
+    values = recipe.model_dump()
+    values["evaluation"]["every"] = 1
+    until = {"plateau": {"window": 1, "gain": 1.0}}
+    values["rl"]["stages"][0].update(steps=6, until=until)
+    return Recipe.model_validate(values)

@@ -100,6 +100,26 @@ def test_killed_again_and_again_it_ends_with_the_same_numbers(
     ]
 
 
+def test_evaluations_and_a_plateau_leave_training_as_it_is(finished: Path, tmp_path: Path) -> None:
+    """Evaluated after every step, killed once, its first stage ended early: the same training."""
+    run = tmp_path / "run"
+    assert drive(tmp_path / "data", run, "step:short:2", "evaluated") == -signal.SIGKILL
+    assert drive(tmp_path / "data", run, "never", "evaluated") == 0
+    assert sampled(run) == sampled(finished)
+    lines = figures(run)
+    trained = [{k: v for k, v in m.items() if not k.startswith("evaluation/")} for m in lines]
+    assert trained == figures(finished)
+    evaluated = {(m["stage"], m["step"]) for m in lines if "evaluation/greedy" in m}
+    assert evaluated == {("short", 1), ("short", 2), ("hard", 1)}
+    made = {(e.stage, e.mode): e for e in read_evaluations(run)}
+    assert made["base", "greedy"].accuracy.mean < made["sft", "sampled"].accuracy.mean
+    (last,) = [m for m in lines if (m["stage"], m["step"]) == ("short", 2)]
+    assert last["evaluation/sampled"] == made["short", "sampled"].accuracy.mean
+    (plateau,) = [e for e in read_events(run) if e["event"] == "plateau"]
+    rewards = [m["reward"] for m in lines if m["stage"] == "short"]
+    assert (plateau["stage"], plateau["step"], plateau["values"]) == ("short", 2, rewards)
+
+
 def processes_of(run: Path) -> list[str]:
     """Command lines of living processes that descend from a driven run."""
     processes = []

@@ -72,7 +72,7 @@ def test_the_page_shows_the_whole_run(make_run: MakeRun) -> None:
         assert text in page.text
     for text in ("NameError: name 'math' is not defined", "exception", "learner:", "torch"):
         assert text in page.text
-    assert page.count("svg") == 8 + 1 + 8  # curves, kinds before and after, each kind
+    assert page.count("svg") == 9 + 1 + 8  # curves, kinds before and after, each kind
     assert page.count("details") >= 3
 
 
@@ -155,3 +155,35 @@ def test_the_table_fits_a_terminal_of_80_columns(make_run: MakeRun) -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_accuracy_is_drawn_over_steps(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run("evaluated")
+    recorded = (run / "metrics.jsonl").read_text().splitlines()
+    lines = [
+        line[:-1] + ', "evaluation/greedy": 0.5}'
+        if '"stage1"' in line and '"step":5,' in line
+        else line
+        for line in recorded
+    ]
+    assert lines != recorded
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    summary = summarise(run)
+    xs, ys = summary.accuracy_curve("greedy")
+    ends = [curve.offset + curve.last for curve in summary.stages]
+    assert xs == [0.0, 5, *ends]
+    assert ys[1] == 0.5
+    assert "Held-out accuracy" in write_report(run).read_text()
+
+
+def test_without_sft_the_first_row_is_the_base_model(make_run: MakeRun) -> None:
+    run = make_run("from-base")
+    recipe = (run / "recipe.yaml").read_text()
+    start, end = recipe.index("\nsft:\n"), recipe.index("\nrl:\n")
+    (run / "recipe.yaml").write_text(f"{recipe[:start]}\nsft: null{recipe[end:]}")
+    console = Console(file=io.StringIO(), width=140)
+    console.print(end_table(run))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert re.search(r"^ *base ", text, re.MULTILINE)
+    assert not re.search(r"^ *sft ", text, re.MULTILINE)

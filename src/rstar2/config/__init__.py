@@ -24,6 +24,7 @@ from rstar2.config.schema import (
     LossConfig,
     ModelConfig,
     OptimizerConfig,
+    PlateauConfig,
     Recipe,
     RecordConfig,
     RlConfig,
@@ -34,6 +35,7 @@ from rstar2.config.schema import (
     SftConfig,
     StageConfig,
     TemplateConfig,
+    UntilConfig,
 )
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "Origin",
+    "PlateauConfig",
     "Recipe",
     "RecordConfig",
     "RlConfig",
@@ -60,6 +63,7 @@ __all__ = [
     "SftConfig",
     "StageConfig",
     "TemplateConfig",
+    "UntilConfig",
     "find_recipe",
     "load_recipe",
     "preflight",

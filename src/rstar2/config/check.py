@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
-from rstar2.config.schema import ADVANTAGES, LOSSES, OptimizerConfig, Recipe
+from rstar2.config.schema import ADVANTAGES, LOSSES, OptimizerConfig, Recipe, StageConfig
 from rstar2.plugins import unknown_name
 
 _STAGE_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
@@ -144,11 +144,11 @@ def _stages(recipe: Recipe) -> Iterator[RecipeFault]:
     seen: dict[str, int] = {}
     for index, stage in enumerate(recipe.rl.stages):
         path = f"rl.stages.{index}.name"
-        reserved = stage.name == "sft" or stage.name.startswith(("eval-", "filter-"))
+        reserved = stage.name in ("base", "sft") or stage.name.startswith(("eval-", "filter-"))
         if reserved or not _STAGE_NAME.fullmatch(stage.name):
             yield RecipeFault(
                 f"{path} = {stage.name!r} is not a valid stage name: use lower-case letters, "
-                "digits and dashes, not sft, and no leading eval- or filter-",
+                "digits and dashes, not base or sft, and no leading eval- or filter-",
                 (path,),
             )
         if stage.name in seen:
@@ -157,6 +157,7 @@ def _stages(recipe: Recipe) -> Iterator[RecipeFault]:
                 (f"rl.stages.{seen[stage.name]}.name", path),
             )
         seen[stage.name] = index
+        yield from _plateau(recipe, index, stage)
     total = sum(stage.steps for stage in recipe.rl.stages) * recipe.rl.minibatches
     yield from _optimizer("rl.optimizer", recipe.rl.optimizer, total)
     mask = recipe.rl.loss.sequence_mask
@@ -164,6 +165,33 @@ def _stages(recipe: Recipe) -> Iterator[RecipeFault]:
         yield RecipeFault(
             f"rl.loss.sequence_mask = {list(mask)} must be an increasing pair such as [0.5, 2.0]",
             ("rl.loss.sequence_mask",),
+        )
+
+
+def _plateau(recipe: Recipe, index: int, stage: StageConfig) -> Iterator[RecipeFault]:
+    if stage.until is None:
+        return
+    path, plateau, every = f"rl.stages.{index}.until.plateau", stage.until.plateau, 1
+    if plateau.metric.startswith("evaluation/"):
+        every = recipe.evaluation.every
+        if not every:
+            yield RecipeFault(
+                f"{path}.metric = {plateau.metric} needs evaluations during RL: set "
+                "evaluation.every, such as 10",
+                (f"{path}.metric", "evaluation.every"),
+            )
+            return
+        if plateau.metric == "evaluation/greedy" and not recipe.evaluation.greedy:
+            yield RecipeFault(
+                f"{path}.metric = {plateau.metric}, but evaluation.greedy = false: use "
+                "evaluation/sampled",
+                (f"{path}.metric", "evaluation.greedy"),
+            )
+    if 2 * plateau.window * every >= stage.steps:
+        yield RecipeFault(
+            f"{path}.window = {plateau.window} compares {2 * plateau.window * every} steps, so the "
+            f"stage cannot end before its {stage.steps} steps: lower it",
+            (f"{path}.window", f"rl.stages.{index}.steps"),
         )
 
 

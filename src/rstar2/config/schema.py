@@ -231,11 +231,30 @@ class DifficultyFilter(Section):
     samples: int = Field(8, ge=1)
 
 
+class PlateauConfig(Section):
+    """When a metric has stopped improving."""
+
+    metric: Literal["reward", "evaluation/greedy", "evaluation/sampled"] = "reward"
+    """Reward of the rollouts, or accuracy on the held-out problems (needs evaluation.every)."""
+    window: int = Field(20, ge=1)
+    """Steps (or evaluations) whose mean is compared with that of as many before them."""
+    gain: float = Field(0.0, ge=0)
+    """The stage ends when the mean of the last window is less than this above the one before."""
+
+
+class UntilConfig(Section):
+    """What ends a stage before its last step."""
+
+    plateau: PlateauConfig
+
+
 class StageConfig(Section):
     """One RL stage."""
 
     name: str
     steps: int = Field(ge=0)
+    """The most steps, if `until` is set."""
+    until: UntilConfig | None = None
     max_length: int = Field(ge=16)
     """Prompt + completion tokens."""
     max_turns: int = Field(10, ge=1)
@@ -284,6 +303,9 @@ class RlConfig(Section):
 class EvaluationConfig(Section):
     """Evaluation after SFT and after each stage."""
 
+    every: int = Field(0, ge=0)
+    """Also evaluate every this many RL steps, and the model before SFT; 0 does not. The accuracies
+    are metrics of their step and do not change what is trained."""
     problems: str = "arithmetic"
     count: int = Field(240, ge=1)
     samples: int = Field(1, ge=1)

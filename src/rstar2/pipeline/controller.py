@@ -1,6 +1,6 @@
 """The whole recipe on one page.
 
-    model ──> SFT ──> evaluation
+    model ──> SFT ──> evaluation      (with `evaluation.every` also of the model, and during RL)
                           │
               ┌───────────┘      for each RL stage (short, longer, hard)
               v
@@ -44,6 +44,7 @@ from rstar2.grpo.roc import select
 from rstar2.learner.group import RankError
 from rstar2.pipeline import stages
 from rstar2.pipeline.collapse import detect_collapse
+from rstar2.pipeline.plateau import stage_complete, watch_plateau
 from rstar2.pipeline.progress import ProgressView, StageKind
 from rstar2.pipeline.runtime import open_runtime
 from rstar2.pipeline.state import RunState
@@ -53,7 +54,7 @@ from rstar2.pipeline.step_metrics import (
     staleness_metrics,
     step_metrics,
 )
-from rstar2.pipeline.training import SFT, Training, resample
+from rstar2.pipeline.training import BASE, SFT, Training, resample
 from rstar2.record import RunDirectory, read_evaluations
 from rstar2.rollout.collector import Collector
 from rstar2.rollout.fleet import usage_metrics
@@ -133,6 +134,8 @@ async def initial_policy(training: Training, state: RunState) -> RunState:
     """Run SFT if the recipe has it; in both cases evaluate the policy that RL starts from."""
     if training.recipe.sft is not None and SFT not in state.done:
         training.runtime.start_serving()
+        if training.recipe.evaluation.every and not state.step:
+            await stages.evaluation(training, BASE, state)
         state = await stages.sft(training, training.recipe.sft, state)
         await close_stage(training, SFT, state)
     elif training.recipe.sft is None and not state.phase:
@@ -145,7 +148,7 @@ async def initial_policy(training: Training, state: RunState) -> RunState:
 
 
 async def rl_stage(training: Training, stage: StageConfig, state: RunState) -> RunState:
-    """Run one RL stage until its steps are done or training collapses."""
+    """Run one RL stage until its steps are done, its metric is flat or training collapses."""
     recipe, rl = training.recipe, training.recipe.rl
     if state.phase != stage.name:
         await training.start_optimizer(stage)
@@ -155,7 +158,7 @@ async def rl_stage(training: Training, stage: StageConfig, state: RunState) -> R
     collector = make_collector(training, stage, problems_of(training, stage, state))
     training.runtime.fleet.take_usage()
     try:
-        while state.step < stage.steps and not state.collapsed:
+        while not stage_complete(stage, state) and not state.collapsed:
             state = await rl_step(training, stage, state, collector)
             if state.step < stage.steps and state.step % recipe.record.checkpoint_every == 0:
                 await training.save(state)
@@ -163,6 +166,9 @@ async def rl_stage(training: Training, stage: StageConfig, state: RunState) -> R
                 await training.keep_best(state)
     finally:
         await collector.close()
+    if state.step < stage.steps and not state.collapsed:
+        training.view.note(f"{stage.name}: plateau after {state.step} of {stage.steps} steps")
+        training.run.event("plateau", stage=stage.name, step=state.step, values=state.recent)
     return state.finish(stage.name)
 
 
@@ -190,6 +196,9 @@ async def rl_step(
     metrics = step_metrics(collected, resampled.selections, learned, times)
     metrics |= usage_metrics(uses) | engine_metrics(uses) | published
     metrics |= staleness_metrics(collected, state.version)
+    if stages.evaluation_due(training, stage, step, state.rl_steps + 1):
+        metrics |= await stages.evaluation_metrics(training, stage.name, step)
+        runtime.fleet.take_usage()  # the next step's metrics are of its own rollouts
     state = replace(
         state,
         step=step,
@@ -197,7 +206,7 @@ async def rl_step(
         position=collected.position,
         version=version,
     )
-    state = watch_collapse(training, state, metrics)
+    state = watch_plateau(stage, watch_collapse(training, state, metrics), metrics)
     training.run.metrics(stage.name, step, metrics)
     training.view.step(step, metrics)
     return state

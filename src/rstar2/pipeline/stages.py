@@ -9,14 +9,16 @@ the same step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import monotonic
 
 import msgspec
 
 from rstar2.agent.loop import RolloutSpec
-from rstar2.config import SamplingConfig, SftConfig, StageConfig
+from rstar2.config import EvaluationConfig, SamplingConfig, SftConfig, StageConfig
+from rstar2.errors import InfrastructureError
 from rstar2.evaluate.run import GREEDY, answer_all, evaluate
 from rstar2.files import write_file
 from rstar2.learner.learner import SftRow
@@ -122,36 +124,75 @@ async def hard_problems(training: Training, stage: StageConfig, state: RunState)
 # --------------------------------------------------------------------------- evaluation
 
 
+Mode = tuple[SamplingConfig, int]
+"""How answers are sampled, and how many for each problem."""
+
+
+def evaluation_modes(config: EvaluationConfig) -> dict[str, Mode]:
+    """The modes of an evaluation by name."""
+    sampled = {"sampled": (SamplingConfig(temperature=config.temperature), config.samples)}
+    return {"greedy": (GREEDY, 1), **sampled} if config.greedy else sampled
+
+
 async def evaluation(training: Training, stage: str, state: RunState) -> None:
     """Answer the held-out problems in every mode that has no recorded evaluation."""
-    config = training.recipe.evaluation
-    modes: dict[str, tuple[SamplingConfig, int]] = {
-        "sampled": (SamplingConfig(temperature=config.temperature), config.samples)
-    }
-    if config.greedy:
-        modes = {"greedy": (GREEDY, 1), **modes}
+    modes = evaluation_modes(training.recipe.evaluation)
     missing = {m: how for m, how in modes.items() if training.run.evaluated(stage, m) is None}
     if not missing:
         return
-    problems = training.runtime.heldout
-    total = len(problems) * len(missing)
+    total = len(training.runtime.heldout) * len(missing)
     training.view.stage(f"eval-{stage}", StageKind.EVALUATION, total)
     await training.publish(state.version)
-    progress = dict.fromkeys(missing, 0)
+    for result, groups in await answer_heldout(training, stage, state.step, missing):
+        record_evaluation(training, result, groups)
 
-    async def one(
-        mode: str, sampling: SamplingConfig, samples: int
-    ) -> tuple[Evaluation, tuple[Group, ...]]:
+
+def evaluation_due(training: Training, stage: StageConfig, step: int, rl_steps: int) -> bool:
+    """Whether a step is followed by an evaluation; the last step of a stage always has its own."""
+    every = training.recipe.evaluation.every
+    return bool(every) and rl_steps % every == 0 and step < stage.steps
+
+
+async def evaluation_metrics(training: Training, stage: str, step: int) -> dict[str, float]:
+    """Evaluate the weights that are served now; figures for the metrics of the step.
+
+    Seeds do not depend on the step, so that a curve compares answers to the same draws.
+    """
+    started = monotonic()
+    modes = evaluation_modes(training.recipe.evaluation)
+    metrics: dict[str, float] = {}
+    for result, _ in await answer_heldout(training, stage, step, modes):
+        metrics[f"evaluation/{result.mode}"] = result.accuracy.mean
+        metrics[f"evaluation/{result.mode}_length"] = result.mean_length
+        if result.failing_calls_in_correct is not None:
+            name = f"evaluation/{result.mode}_failing_calls_in_correct"
+            metrics[name] = result.failing_calls_in_correct
+    if not all(map(math.isfinite, metrics.values())):
+        raise InfrastructureError(f"evaluation at step {step} of {stage}: nothing could be graded")
+    metrics["time/evaluate"] = monotonic() - started
+    return metrics
+
+
+async def answer_heldout(
+    training: Training, stage: str, step: int, modes: Mapping[str, Mode]
+) -> list[tuple[Evaluation, tuple[Group, ...]]]:
+    """Answer the held-out problems in some modes, all at once."""
+    config, problems = training.recipe.evaluation, training.runtime.heldout
+    progress = dict.fromkeys(modes, 0)
+
+    async def one(mode: str, how: Mode) -> tuple[Evaluation, tuple[Group, ...]]:
         def on_problem(done: int, _: int) -> None:
             progress[mode] = done
+            total = len(problems) * len(modes)
             training.view.progress(sum(progress.values()), total, "problems")
 
+        sampling, samples = how
         spec = RolloutSpec(sampling, config.max_length, config.max_turns)
         return await evaluate(
             training.runtime.runner,
             problems,
             stage=stage,
-            step=state.step,
+            step=step,
             mode=mode,
             seed=training.recipe.seed,
             samples=samples,
@@ -159,9 +200,7 @@ async def evaluation(training: Training, stage: str, state: RunState) -> None:
             on_problem=on_problem,
         )
 
-    results = await together(one(mode, *how) for mode, how in missing.items())
-    for result, groups in results:
-        record_evaluation(training, result, groups)
+    return await together(one(mode, how) for mode, how in modes.items())
 
 
 def record_evaluation(training: Training, result: Evaluation, groups: Sequence[Group]) -> None:

@@ -37,6 +37,8 @@ class RunState:
     """Version of the learner's weights; every change that engines must receive adds 1."""
     kept: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Per RL stage with a difficulty filter: indices of the problems that it kept."""
+    recent: tuple[float, ...] = ()
+    """Last values of the metric whose plateau ends the current RL stage."""
     window: CollapseWindow = field(default_factory=CollapseWindow)
     collapsed: str = ""
     """Why training was stopped early; empty if it was not."""
@@ -44,7 +46,9 @@ class RunState:
 
     def begin(self, phase: str) -> Self:
         """The same state at the start of a phase, or within it if the phase has started."""
-        return self if self.phase == phase else replace(self, phase=phase, step=0, position=0)
+        if self.phase == phase:
+            return self
+        return replace(self, phase=phase, step=0, position=0, recent=())
 
     def finish(self, phase: str) -> Self:
         """The same state with the phase complete."""

@@ -20,6 +20,8 @@ from rstar2.record import RunDirectory
 from rstar2.rollout.collector import CollectedStep
 from rstar2.types import Batch, Selection, WeightVersion
 
+BASE = "base"
+"""The model before SFT, in evaluations."""
 SFT = "sft"
 BEST = "best"
 
@@ -113,7 +115,7 @@ class Training:
         """Load the newest complete checkpoint and rewind the record to it, or start the run."""
         saved = self.checkpoints.latest()
         if saved is None:
-            self.run.rewind(SFT, 0)
+            self.run.rewind(BASE, 0)
             return RunState()
         state = RunState.from_dict(saved.state)
         if state.phase not in {SFT, *(stage.name for stage in self.recipe.rl.stages)}:

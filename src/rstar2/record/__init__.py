@@ -14,9 +14,11 @@
       log.txt                warnings of the run's processes
       .lock                  held by the process that writes here
 
-The stages of a run, in order, are `sft`, `eval-sft-greedy`, `eval-sft-sampled`, then for
-each RL stage `filter-<stage>` (difficulty filter), `<stage>`, `eval-<stage>-greedy`,
-`eval-<stage>-sampled`. Steps count from 1; an evaluation carries the last step of its stage.
+The stages of a run, in order, are `eval-base-greedy` and `eval-base-sampled` (the model before SFT,
+with `evaluation.every`), `sft`, `eval-sft-greedy`, `eval-sft-sampled` (the policy that RL starts
+from, also without SFT), then for each RL stage `filter-<stage>` (difficulty filter), `<stage>`,
+`eval-<stage>-greedy`, `eval-<stage>-sampled`. Steps count from 1; an evaluation carries the last
+step of its stage.
 
 Metrics that the live view and the report know by name (all others are recorded and plotted too):
   sft    loss, lr, time/step
@@ -24,7 +26,9 @@ Metrics that the live view and the report know by name (all others are recorded 
          truncated, no_answer, entropy, loss, lr, groups/used, groups/dropped, groups/refilled,
          rollouts/drawn, rollouts/lost, time/step, time/generate, time/tools, time/learn
          engine/<name>/{idle_share, kv_share, kv_peak, tokens}, codeenv/{calls_per_s, latency_s,
-         latency_p50_s, latency_p95_s, run_s, queue_s}
+         latency_p50_s, latency_p95_s, run_s, queue_s},
+         evaluation/<mode>, evaluation/<mode>_length, evaluation/<mode>_failing_calls_in_correct,
+         time/evaluate (steps with an evaluation)
          (shares are 0..1, lengths in tokens, times in seconds)
 
 Invariants

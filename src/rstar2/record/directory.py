@@ -55,7 +55,7 @@ def filter_stage(stage: str) -> str:
 def stage_order(rl_stages: Iterable[str]) -> tuple[str, ...]:
     """The stage names of a run with these RL stages, in the order in which they are run."""
     names: list[str] = []
-    for name in ("sft", *rl_stages):
+    for name in ("base", "sft", *rl_stages):
         names += [filter_stage(name), name, *(evaluation_stage(name, mode) for mode in MODES)]
     return tuple(names)
 

@@ -136,7 +136,7 @@ def _rows(summary: Summary) -> Iterator[dict[str, Any]]:
         }
         curve = curves.get(stage)
         yield {
-            "stage": stage,
+            "stage": summary.label(stage),
             "steps": curve.last if curve else None,
             "modes": list(by_mode.values()),
             "main": main_evaluation(by_mode),
@@ -157,7 +157,11 @@ def _timings(summary: Summary) -> Iterator[dict[str, Any]]:
     for stage in summary.evaluated:
         total = sum(e.wall_s for (name, _), e in summary.evaluations.items() if name == stage)
         if total:
-            yield {"name": f"evaluation of {stage}", "total": total, "parts": [("generate", total)]}
+            name = f"evaluation of {summary.label(stage)}"
+            yield {"name": name, "total": total, "parts": [("generate", total)]}
+    during = sum(curve.total("time/evaluate") for curve in summary.stages)
+    if during:
+        yield {"name": "evaluation during RL", "total": during, "parts": [("generate", during)]}
 
 
 def _facts(summary: Summary) -> list[tuple[str, str]]:
@@ -188,6 +192,7 @@ def figures(summary: Summary) -> Iterator[Figure]:
         summary, "Reward", "Share of correct answers among all rollouts of a step.",
         {"reward": "reward"}, svg.percent, (0.0, 1.0),
     )  # fmt: skip
+    yield _accuracy_figure(summary)
     yield _curve(
         summary, "Tool-error rate", "Failed tool calls as a share of all tool calls.",
         {"failing_calls_in_correct": "in correct rollouts", "tool_errors": "in all rollouts"},
@@ -220,6 +225,23 @@ def figures(summary: Summary) -> Iterator[Figure]:
         loss = svg.Series("loss", summary.sft.x(), summary.sft.y("loss"), 3, smooth=9)
         chart = svg.line_chart([loss], title="SFT loss", log=True)
         yield Figure("SFT loss", "Logarithmic scale.", chart)
+
+
+def _accuracy_figure(summary: Summary) -> Figure:
+    """Held-out accuracy over RL steps, where it was measured at more than two of them."""
+    series = [
+        svg.Series(mode, *summary.accuracy_curve(mode), colour)
+        for colour, mode in enumerate(summary.modes)
+    ]
+    series = [s for s in series if len(s.x) > 2]
+    chart = svg.line_chart(
+        series, title="Held-out accuracy", spans=_spans(summary.stages), y_format=svg.percent,
+        y_range=(0.0, 1.0), x_name="RL step",
+    )  # fmt: skip
+    legend = tuple((s.name, s.colour) for s in series) if len(series) > 1 else ()
+    return Figure(
+        "Held-out accuracy", "Share of held-out problems answered correctly.", chart, legend
+    )
 
 
 def _curve(
@@ -273,7 +295,10 @@ def kinds_figure(summary: Summary) -> Figure | None:
         f"{mode.capitalize()} accuracy by kind",
         "Held-out problems, with 95% intervals.",
         svg.dumbbell_chart(rows, title="accuracy by kind"),
-        ((f"after {first.stage}", 7), (f"after {last.stage}", 1)),
+        (
+            (f"after {summary.label(first.stage)}", 7),
+            (f"after {summary.label(last.stage)}", 1),
+        ),
     )
 
 
@@ -343,7 +368,11 @@ def choose_examples(summary: Summary) -> list[Example]:
         if problem_id not in before:
             continue
         earlier = before[problem_id][1]
-        example = Example(problem, _example_rollout(first, earlier), _example_rollout(last, after))
+        example = Example(
+            problem,
+            _example_rollout(summary.label(first), earlier),
+            _example_rollout(summary.label(last), after),
+        )
         if after.correct and not earlier.correct:
             learnt.setdefault(problem.kind or problem_id, example)
         elif not after.correct and len(wrong) < STILL_WRONG:

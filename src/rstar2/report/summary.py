@@ -18,6 +18,9 @@ from rstar2.record import (
 from rstar2.record.read import rl_stage_names
 from rstar2.types import Evaluation
 
+BASE = "base"
+"""The model before SFT."""
+
 
 @dataclass(frozen=True, slots=True)
 class StageCurve:
@@ -67,8 +70,26 @@ class Summary:
 
     def first_and_last(self, mode: str) -> tuple[Evaluation, Evaluation] | None:
         """The first and the last evaluation (before and after RL); None if there are not two."""
-        evaluations = [e for (_, m), e in self.evaluations.items() if m == mode]
+        evaluations = [e for (s, m), e in self.evaluations.items() if m == mode and s != BASE]
         return (evaluations[0], evaluations[-1]) if len(evaluations) > 1 else None
+
+    def label(self, stage: str) -> str:
+        """The name of an evaluated stage for people: without SFT, RL starts from the base model."""
+        return BASE if stage == "sft" and self.recipe.get("sft", {}) is None else stage
+
+    def accuracy_curve(self, mode: str) -> tuple[list[float], list[float | None]]:
+        """RL steps and accuracies: before RL (0), during it, and after each stage."""
+        points: dict[float, float | None] = {}
+        if ("sft", mode) in self.evaluations:
+            points[0.0] = self.evaluations["sft", mode].accuracy.mean
+        for stage in self.stages:
+            for x, y in zip(stage.x(), stage.y(f"evaluation/{mode}"), strict=True):
+                if y is not None:
+                    points[x] = y
+            if (stage.name, mode) in self.evaluations:
+                end = float(stage.offset + stage.last)
+                points[end] = self.evaluations[stage.name, mode].accuracy.mean
+        return list(points), list(points.values())
 
     @property
     def kinds(self) -> list[str]:
@@ -79,9 +100,8 @@ class Summary:
     def busy_s(self) -> float:
         """Seconds of all recorded steps and evaluations, without pauses between runs."""
         curves = [*self.stages, *([self.sft] if self.sft else [])]
-        return sum(c.total("time/step") for c in curves) + sum(
-            e.wall_s for e in self.evaluations.values()
-        )
+        steps = sum(c.total("time/step") + c.total("time/evaluate") for c in curves)
+        return steps + sum(e.wall_s for e in self.evaluations.values())
 
 
 def summarise(run: Path) -> Summary:
@@ -102,7 +122,7 @@ def summarise(run: Path) -> Summary:
         environment=read_environment(run),
         sft=sft if sft.steps else None,
         stages=tuple(curves),
-        evaluations=_in_order(read_evaluations(run), ["sft", *names]),
+        evaluations=_in_order(read_evaluations(run), [BASE, "sft", *names]),
         events=tuple(read_events(run)),
         finished=is_finished(run),
     )

@@ -39,7 +39,7 @@ def stage_table(summary: Summary) -> Table:
         shown = main_evaluation(by_mode)
         curve = steps.get(stage)
         table.add_row(
-            Text(stage, style="bold"),
+            Text(summary.label(stage), style="bold"),
             str(curve.last) if curve else "-",
             *(accuracy(e.accuracy) if e else Text("-") for e in by_mode.values()),
             share(shown.failing_calls_in_correct),
@@ -57,7 +57,7 @@ def kind_table(summary: Summary) -> Table:
     table.add_column("kind", no_wrap=True)
     stages = [s for s in summary.evaluated if (s, mode) in summary.evaluations]
     for stage in stages:
-        table.add_column(stage, justify="right", no_wrap=True)
+        table.add_column(summary.label(stage), justify="right", no_wrap=True)
     for kind in summary.kinds:
         cells = [summary.evaluations[stage, mode].kinds.get(kind) for stage in stages]
         table.add_row(kind, *(Text("-") if c is None else accuracy_bar(c.mean) for c in cells))

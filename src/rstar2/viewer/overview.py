@@ -123,7 +123,7 @@ def step_metrics(run: ViewedRun, stage: str, step: int) -> dict[str, Any]:
 
 def _evaluations(run: ViewedRun) -> list[dict[str, Any]]:
     """In the order of stages, the last one for each stage and mode."""
-    order = ["sft", *run.stage_names]
+    order = ["base", "sft", *run.stage_names]
     known = {
         (e.get("stage"), e.get("mode")): e
         for e in run.evaluations.values
