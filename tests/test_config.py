@@ -168,6 +168,8 @@ def test_wrong_overrides(override: str, expected: str) -> None:
         (["rl.roc.variant=none"], "must equal"),
         (["rl.roc.min_positives=9"], "is more than rl.roc.kept"),
         (["rl.minibatches=25"], "groups are never split"),
+        (["rl.sampling.top_p=0.9"], "rl.sampling.top_p = 0.9 draws rollouts from a truncated"),
+        (["rl.sampling.top_k=20"], "ratios would be wrong: use 0"),
         (["rl.stages.0.until={plateau: {window: 40}}"], "cannot end before its"),
         (["rl.stages.0.until={plateau: {metric: evaluation/greedy}}"], "set evaluation.every"),
         (["rl.stages.0.name=base"], "not base or sft"),

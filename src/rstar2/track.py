@@ -81,7 +81,7 @@ class Trackers:
 
     def __init__(self, recipe: Recipe, run: Path, event: Callable[..., None]) -> None:
         self._event = event
-        self._offsets = {"sft": ("sft", 0)}
+        self._offsets = {"base": ("base", 0), "sft": ("sft", 0)}
         before = 0
         for stage in recipe.rl.stages:
             self._offsets[stage.name] = ("rl", before)
@@ -97,10 +97,11 @@ class Trackers:
             self._log(before + step, {f"{prefix}/{k}": v for k, v in values.items()})
 
     def evaluation(self, stage: str, step: int, mode: str, values: Mapping[str, Any]) -> None:
-        """Copy an evaluation at the RL step that it follows."""
+        """Copy an evaluation at the RL step that it follows; the model before SFT has its own name."""
         prefix, before = self._offsets[stage]
         at = before + step if prefix == "rl" else 0
-        self._log(at, {f"eval/{mode}/{k}": v for k, v in values.items()})
+        name = "base" if prefix == "base" else "eval"
+        self._log(at, {f"{name}/{mode}/{k}": v for k, v in values.items()})
 
     def close(self) -> None:
         for name, tracker in list(self._trackers.items()):

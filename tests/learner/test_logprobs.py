@@ -22,12 +22,14 @@ def plain(
     logits = logits / scale.divisor
     if scale.softcap is not None:
         logits = scale.softcap * torch.tanh(logits / scale.softcap)
-    logp = logits.log_softmax(-1)
+    logp = (logits / scale.temperature).log_softmax(-1)
     return logp.gather(1, target[:, None]).squeeze(1), -(logp.exp() * logp).sum(1)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 100])
-@pytest.mark.parametrize("scale", [PLAIN, HeadScale(2.5, None), HeadScale(0.5, 3.0)])
+@pytest.mark.parametrize(
+    "scale", [PLAIN, HeadScale(2.5, None), HeadScale(0.5, 3.0), HeadScale(2.0, 3.0, 0.7)]
+)
 @pytest.mark.parametrize("biased", [False, True])
 def test_values_and_gradients(rows: int, scale: HeadScale, biased: bool) -> None:
     torch.manual_seed(0)

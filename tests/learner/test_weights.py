@@ -106,8 +106,12 @@ async def test_slow_and_wrong_engines_are_named(model_dir: Path) -> None:
         await publish(learner, [Behind("behind")], 1, PROBE)  # type: ignore[list-item]
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_rollout_logprobs_match_the_learner_at_lr_zero(
-    model_dir: Path, embedded: EmbeddedEngine, capsys: pytest.CaptureFixture[str]
+    model_dir: Path,
+    embedded: EmbeddedEngine,
+    capsys: pytest.CaptureFixture[str],
+    temperature: float,
 ) -> None:
     """Sampled by the engine in two turns with tool tokens between, scored by the learner."""
     rng = random.Random(0)
@@ -116,7 +120,9 @@ async def test_rollout_logprobs_match_the_learner_at_lr_zero(
         ids = [rng.randrange(3, 97) for _ in range(rng.randint(3, 20))]
         mask, logprobs = [0] * len(ids), [0.0] * len(ids)
         for turn in range(2):
-            sampling = Sampling(max_new_tokens=rng.randint(5, 40), seed=10 * i + turn)
+            sampling = Sampling(
+                max_new_tokens=rng.randint(5, 40), seed=10 * i + turn, temperature=temperature
+            )
             made = await embedded.generate(ids, sampling, session=str(i), deadline_s=60)
             ids += made.token_ids
             mask += [1] * len(made.token_ids)
@@ -128,10 +134,11 @@ async def test_rollout_logprobs_match_the_learner_at_lr_zero(
             Sample(tuple(ids), tuple(mask), tuple(logprobs), float(2 * (i % 2) - 1), "g", str(i), 0)
         )
     learner = make_learner(model_dir, OptimizerConfig(lr=0.0))
-    metrics = learner.rl_step(Batch(0, tuple(samples)), LossConfig(), 1)
+    metrics = learner.rl_step(Batch(0, tuple(samples)), LossConfig(), 1, temperature)
     with capsys.disabled():
         print(
-            f"\nlr=0 self-test: {metrics['tokens']:.0f} tokens, largest logprob difference "
+            f"\nlr=0 self-test at temperature {temperature}: {metrics['tokens']:.0f} tokens, "
+            f"largest logprob difference "
             f"{metrics['mismatch/abs_max']:.2g}, k3 {metrics['mismatch/k3']:.2g}"
         )
     assert metrics["mismatch/abs_max"] < 1e-4

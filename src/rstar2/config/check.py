@@ -229,6 +229,15 @@ def _sampling(recipe: Recipe) -> Iterator[RecipeFault]:
             "gradient: use 1.0",
             ("rl.sampling.temperature",),
         )
+    sampling = recipe.rl.sampling
+    for path, value, off in (("top_p", sampling.top_p, 1), ("top_k", sampling.top_k, 0)):
+        if recipe.rl.stages and value != off:
+            yield RecipeFault(
+                f"rl.sampling.{path} = {value:g} draws rollouts from a truncated distribution, but "
+                "the learner scores tokens under the whole one, so ratios would be wrong: use "
+                f"{off} (rl.sampling.temperature is supported)",
+                (f"rl.sampling.{path}",),
+            )
 
 
 def _engines(recipe: Recipe) -> Iterator[RecipeFault]:

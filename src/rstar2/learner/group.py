@@ -99,9 +99,11 @@ class LearnerGroup:
             self._ranks = None
             raise
 
-    def rl_step(self, batch: Batch, loss: LossConfig, minibatches: int) -> dict[str, float]:
+    def rl_step(
+        self, batch: Batch, loss: LossConfig, minibatches: int, temperature: float = 1.0
+    ) -> dict[str, float]:
         """Train on a batch: one optimizer step per mini-batch of whole groups."""
-        metrics: dict[str, float] = self._call("rl_step", batch, loss, minibatches)
+        metrics: dict[str, float] = self._call("rl_step", batch, loss, minibatches, temperature)
         return metrics
 
     def token_values(self) -> list[TokenValues]:

@@ -90,15 +90,20 @@ class Learner:
 
     # ------------------------------------------------------------------ training
 
-    def rl_step(self, batch: Batch, loss: LossConfig, minibatches: int) -> dict[str, float]:
-        """Train on a batch: one optimizer step per mini-batch of whole groups."""
+    def rl_step(
+        self, batch: Batch, loss: LossConfig, minibatches: int, temperature: float = 1.0
+    ) -> dict[str, float]:
+        """Train on a batch: one optimizer step per mini-batch of whole groups.
+
+        All policies are scored at the temperature at which the rollouts were sampled.
+        """
         parts = split_minibatches(batch.samples, minibatches)
         if not parts:
             raise InvariantError(f"step {batch.step}: the batch has no sample to learn from")
         plans = [self._packs([(s.token_ids, s.mask) for s in part]) for part in parts]
-        reference = self._reference_logprobs(plans) if loss.kl else None
+        reference = self._reference_logprobs(plans, temperature) if loss.kl else None
         # The first mini-batch runs under the old weights: its own logprobs, detached, are `old`.
-        old = [None, *[self._current_logprobs(packs) for packs in plans[1:]]]
+        old = [None, *[self._current_logprobs(packs, temperature) for packs in plans[1:]]]
 
         stats = Stats.empty(self.device)
         norms: list[float] = []
@@ -110,7 +115,7 @@ class Learner:
             minibatch = _MiniBatch(part, packs, old[index], reference[index] if reference else None)
             self._minibatches.append(minibatch)
             loss_of = minibatch.loss_of(loss, tokens, sequences, self.device)
-            norms.append(self._update(packs, loss_of, stats))
+            norms.append(self._update(packs, loss_of, stats, temperature))
         metrics = self._reduced(stats).metrics(loss)
         return metrics | self._step_metrics(norms, rate, plans)
 
@@ -161,11 +166,13 @@ class Learner:
             by_row = {index: values for each in shared for index, values in each.items()}
         return [by_row.get(i, []) for i in range(len(token_ids))]
 
-    def _update(self, packs: Sequence[Pack], loss_of: LossOf, stats: Stats) -> float:
+    def _update(
+        self, packs: Sequence[Pack], loss_of: LossOf, stats: Stats, temperature: float = 1.0
+    ) -> float:
         """Forward and backward over all micro-batches, then one clipped step; the gradient norm."""
         self._optimizers.zero_grad()
         for pack in packs:
-            loss, part = loss_of(pack, *self._forward(pack))
+            loss, part = loss_of(pack, *self._forward(pack, temperature))
             # FSDP averages gradients over ranks; the loss is already divided by all tokens.
             (loss * self.ranks).backward()
             stats.add(part)
@@ -185,9 +192,9 @@ class Learner:
         self._optimizers.zero_grad()
         return norm
 
-    def _forward(self, pack: Pack) -> tuple[Tensor, Tensor]:
+    def _forward(self, pack: Pack, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         with self._precision():
-            logprob_T, entropy_T = self.policy(pack)
+            logprob_T, entropy_T = self.policy(pack, temperature)
         return logprob_T, entropy_T
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
@@ -197,9 +204,9 @@ class Learner:
         return contextlib.nullcontext()
 
     @torch.no_grad()
-    def _current_logprobs(self, packs: Sequence[Pack]) -> list[Tensor]:
+    def _current_logprobs(self, packs: Sequence[Pack], temperature: float = 1.0) -> list[Tensor]:
         """Logprobs of every predicted token under the current weights."""
-        logprobs = [self._forward(pack)[0] for pack in packs]
+        logprobs = [self._forward(pack, temperature)[0] for pack in packs]
         self._free_gathered()
         return logprobs
 
@@ -241,12 +248,14 @@ class Learner:
     # ------------------------------------------------------------------ KL reference
 
     @torch.no_grad()
-    def _reference_logprobs(self, plans: Sequence[Sequence[Pack]]) -> list[list[Tensor]]:
+    def _reference_logprobs(
+        self, plans: Sequence[Sequence[Pack]], temperature: float
+    ) -> list[list[Tensor]]:
         """Logprobs under the reference: the weights at the first use of KL since the last reset."""
         if self._reference is None:
             self._reference = {n: p.detach().clone() for n, p in self._named().items()}
         with self._weights_of(self._reference):
-            return [self._current_logprobs(packs) for packs in plans]
+            return [self._current_logprobs(packs, temperature) for packs in plans]
 
     @contextlib.contextmanager
     def _weights_of(self, other: dict[str, Tensor]) -> Iterator[None]:

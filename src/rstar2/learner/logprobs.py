@@ -22,10 +22,14 @@ CHUNK_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class HeadScale:
-    """Scaling of logits in some models: x / divisor, then softcap * tanh(x / softcap)."""
+    """Scaling of logits: x / divisor, softcap * tanh(x / softcap), then x / temperature.
+
+    The first two are part of some models; the temperature is that of the rollouts.
+    """
 
     divisor: float = 1.0
     softcap: float | None = None
+    temperature: float = 1.0
 
 
 PLAIN = HeadScale()
@@ -56,10 +60,13 @@ def _logits(
         raw_TV = raw_TV.float()
     if scale.divisor != 1.0:
         raw_TV /= scale.divisor
-    if scale.softcap is None:
-        return raw_TV, None
-    tanh_TV = torch.tanh_(raw_TV / scale.softcap)
-    return tanh_TV * scale.softcap, 1.0 - tanh_TV.square()
+    slope_TV = None
+    if scale.softcap is not None:
+        tanh_TV = torch.tanh_(raw_TV / scale.softcap)
+        raw_TV, slope_TV = tanh_TV * scale.softcap, 1.0 - tanh_TV.square()
+    if scale.temperature != 1.0:
+        raw_TV /= scale.temperature
+    return raw_TV, slope_TV
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -113,6 +120,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 None if grad_logprob_T is None else grad_logprob_T[part],
                 None if grad_entropy_T is None else grad_entropy_T[part],
             )
+            if scale.temperature != 1.0:
+                grad_TV /= scale.temperature
             if slope_TV is not None:
                 grad_TV *= slope_TV
             if scale.divisor != 1.0:

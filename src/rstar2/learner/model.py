@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,15 +43,19 @@ class PackedPolicy(nn.Module):
         )
         """Names of the decoder layers' weight matrices (sharding renames the layers' classes)."""
 
-    def forward(self, pack: Pack) -> tuple[Tensor, Tensor]:
-        """(logprob, entropy) of `pack.target_T`."""
+    def forward(self, pack: Pack, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """(logprob, entropy) of `pack.target_T` at a temperature."""
         hidden_TD = self.hidden(pack)[0].index_select(0, pack.source_T)
         device = hidden_TD.device.type
         if torch.is_autocast_enabled(device):  # the last norm may have widened them
             hidden_TD = hidden_TD.to(torch.get_autocast_dtype(device))
         head = cast(nn.Linear, self.model.get_output_embeddings())
         logprob_T, entropy_T = token_logprobs(
-            hidden_TD, head.weight, head.bias, pack.target_T, self.scale
+            hidden_TD,
+            head.weight,
+            head.bias,
+            pack.target_T,
+            replace(self.scale, temperature=temperature),
         )
         return logprob_T, entropy_T
 

@@ -43,6 +43,18 @@ def resample(step: int, collected: CollectedStep, rl: RlConfig, seed: int) -> Re
     return ResampledStep(collected, selections, make_batch(step, pairs, rl.loss, rl.advantage))
 
 
+def scheduled_updates(rl: RlConfig, name: str) -> int:
+    """Optimizer updates of the schedule that a stage is part of.
+
+    A schedule starts with the first stage and with every stage that resets the optimizer.
+    """
+    here = [stage.name for stage in rl.stages].index(name)
+    starts = [i for i, stage in enumerate(rl.stages) if stage.reset_optimizer or i == 0]
+    first = max(i for i in starts if i <= here)
+    end = min((i for i in starts if i > here), default=len(rl.stages))
+    return sum(stage.steps for stage in rl.stages[first:end]) * rl.minibatches
+
+
 class Training:
     """A recipe, its run directory and view, and the processes that carry it out."""
 
@@ -60,7 +72,7 @@ class Training:
         config: OptimizerConfig = rl.optimizer
         if stage.lr is not None:
             config = config.model_copy(update={"lr": stage.lr})
-        updates = sum(s.steps for s in rl.stages) * rl.minibatches
+        updates = scheduled_updates(rl, stage.name)
         fresh = stage.reset_optimizer or stage.name == rl.stages[0].name
         start = learner.reset_optimizer if fresh else learner.retune
         await self.runtime.on_learner(start, config, updates)
@@ -78,7 +90,9 @@ class Training:
             )
             return None
         learning = asyncio.ensure_future(
-            self.runtime.on_learner(learner.rl_step, batch, rl.loss, rl.minibatches)
+            self.runtime.on_learner(
+                learner.rl_step, batch, rl.loss, rl.minibatches, rl.sampling.temperature
+            )
         )
         await asyncio.sleep(0)  # the learner starts before the record is written
         self._record_groups(stage, resampled)
