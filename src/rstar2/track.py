@@ -97,7 +97,7 @@ class Trackers:
             self._log(before + step, {f"{prefix}/{k}": v for k, v in values.items()})
 
     def evaluation(self, stage: str, step: int, mode: str, values: Mapping[str, Any]) -> None:
-        """Copy an evaluation at the RL step that it follows; the model before SFT has its own name."""
+        """Copy an evaluation at the RL step that it follows; `base` has names of its own."""
         prefix, before = self._offsets[stage]
         at = before + step if prefix == "rl" else 0
         name = "base" if prefix == "base" else "eval"

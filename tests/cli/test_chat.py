@@ -75,18 +75,33 @@ def test_what_cannot_work_is_refused_at_once(
     assert "error:" in capsys.readouterr().err
 
 
-def test_a_run_directory_stands_for_its_newest_export(tmp_path: Path) -> None:
+def test_a_run_directory_stands_for_the_export_of_its_last_stage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(UserError, match="no config"):
         model_directory(tmp_path)
-    for name in ("sft", "stage1"):
+    (tmp_path / "recipe.yaml").write_text(
+        "rl: {stages: [{name: short}, {name: long}, {name: hard}]}"
+    )
+    for name in ("long", "best", "short", "sft"):
         export = tmp_path / "exports" / name
         export.mkdir(parents=True)
         (export / "config.json").write_text('{"max_position_embeddings": 64}')
-    os.utime(tmp_path / "exports" / "sft", (1, 1))
-    newest = model_directory(tmp_path)
-    assert newest.name == "stage1"
-    assert model_directory(newest) == newest
-    assert (longest(newest, 100), longest(newest, 32)) == (64, 32)
+    os.utime(tmp_path / "exports" / "long", (1, 1))  # as after a copy
+    last = model_directory(tmp_path)
+    assert last.name == "long"
+    assert f"model: {last}" in capsys.readouterr().err
+    assert model_directory(last) == last
+    assert (longest(last, 100), longest(last, 32)) == (64, 32)
+
+
+def test_exports_that_the_recipe_does_not_know_are_not_chosen_by_chance(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("rl: {stages: []}")
+    for name in ("a", "b"):
+        (tmp_path / "exports" / name).mkdir(parents=True)
+        (tmp_path / "exports" / name / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"exports \(a, b\) are not stages .*such as .*exports/a"):
+        model_directory(tmp_path)
 
 
 @pytest.mark.slow

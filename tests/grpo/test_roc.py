@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rstar2.config import RocConfig
 from rstar2.errors import UserError
-from rstar2.grpo import roc
+from rstar2.grpo import roc, teaches
 from rstar2.grpo.roc import draw, error_penalty, format_penalty, quotas, resample_on_correct, select
 from rstar2.types import Group, Outcome, StopReason
 
@@ -351,3 +351,20 @@ class TestSelect:
         config = RocConfig(drawn=6, kept=5, threshold=threshold)
         reasons = [choice.reason for choice in select(made, config, 0).choices]
         assert sum(reason.startswith("success") for reason in reasons) == successes
+
+    def test_tool_errors_can_cost_reward_and_leave_success_as_it_is(
+        self, trajectory: MakeTrajectory, group: MakeGroup
+    ) -> None:
+        """All four are right; one call of one, one of two and none failed; one has no call."""
+        failed, fine = Outcome.EXCEPTION, Outcome.OK
+        outcomes = [(failed,), (failed, fine), (fine,), ()]
+        made = group([trajectory(i, 1.0, each) for i, each in enumerate(outcomes)])
+        chosen = select(made, ROC, 0, tool_errors=0.75)
+        assert [c.reward for c in chosen.choices] == [0.25, 0.625, 1.0, 1.0]
+        assert teaches(chosen)
+        plain = select(made, ROC, 0)
+        assert [c.reward for c in plain.choices] == [1.0] * 4
+        assert not teaches(plain)
+        wide = group([trajectory(i, 1.0, (failed,)) for i in range(6)])
+        reasons = {c.reason for c in select(wide, ROC, 0, tool_errors=0.75).choices}
+        assert reasons == {roc.POSITIVE, roc.NOT_POSITIVE}

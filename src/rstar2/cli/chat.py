@@ -26,6 +26,7 @@ from rstar2.cli.chat_output import ColouredOutput
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.config import AgentConfig, CodeEnvConfig, SamplingConfig, TemplateConfig
 from rstar2.errors import UserError
+from rstar2.record.read import read_recipe, rl_stage_names
 from rstar2.types import Generation, Message, Problem, Sampling, StopReason, Trajectory, encode
 
 if TYPE_CHECKING:
@@ -183,16 +184,29 @@ def _too_long(trajectory: Trajectory, options: Options) -> str:
 
 
 def model_directory(path: Path) -> Path:
-    """The directory that holds the weights: the path itself, or a run's newest export."""
+    """The directory that holds the weights: the path itself, or the export of a run's last stage.
+
+    The order of stages is that of the run's recipe; times of files change when a run is copied.
+    """
     if (path / "config.json").is_file():
         return path
-    exports = [entry.parent for entry in (path / "exports").glob("*/config.json")]
+    exports = {
+        entry.parent.name: entry.parent for entry in (path / "exports").glob("*/config.json")
+    }
     if not exports:
         raise UserError(
             f"--model {path}: no config.json here and no exports/ of a run: give a directory that "
             "transformers can load, or a run directory"
         )
-    return max(exports, key=lambda entry: entry.stat().st_mtime)
+    stages = ["sft", *rl_stage_names(read_recipe(path))]
+    known = [name for name in stages if name in exports]
+    if not known:
+        raise UserError(
+            f"--model {path}: its exports ({', '.join(sorted(exports))}) are not stages of its "
+            f"recipe: give one of them, such as {exports[min(exports)]}"
+        )
+    typer.echo(f"model: {exports[known[-1]]}", err=True)
+    return exports[known[-1]]
 
 
 def longest(directory: Path, asked: int) -> int:

@@ -184,6 +184,13 @@ class LossConfig(Section):
     """Ablation only: down-weight repeated n-grams (harmful, says the paper)."""
 
 
+class RewardConfig(Section):
+    """Changes to the verified reward, in training only."""
+
+    tool_errors: float = Field(0.0, ge=0)
+    """Ablation only: subtract this times the share of failed calls (fails, says the paper)."""
+
+
 class OptimizerConfig(Section):
     """Optimizer and schedule of one training phase."""
 
@@ -290,6 +297,7 @@ class RlConfig(Section):
     """Most weight updates between sampling a group and learning from it; 0 is on-policy, k lets
     collection run up to k steps ahead of the learner."""
     sampling: SamplingConfig = SamplingConfig()
+    reward: RewardConfig = RewardConfig()
     roc: RocConfig = RocConfig()
     advantage: str = "grpo"
     """`grpo`, `dr_grpo` (without the standard deviation), `rloo` (against the mean of the others),

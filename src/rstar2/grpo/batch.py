@@ -23,9 +23,11 @@ NGRAM = 20
 """Sampled tokens in a row that count as repetition when they occur again."""
 
 
-def resample_groups(groups: Iterable[Group], config: RocConfig, seed: int) -> tuple[Selection, ...]:
+def resample_groups(
+    groups: Iterable[Group], config: RocConfig, seed: int, *, tool_errors: float = 0.0
+) -> tuple[Selection, ...]:
     """Select the rollouts of each group to learn from, in the order of the groups."""
-    return tuple(select(group, config, seed) for group in groups)
+    return tuple(select(group, config, seed, tool_errors=tool_errors) for group in groups)
 
 
 def teaches(selection: Selection) -> bool:

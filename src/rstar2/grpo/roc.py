@@ -25,7 +25,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rstar2.errors import UserError
-from rstar2.types import Choice, Group, Selection, Trajectory
+from rstar2.types import Choice, Group, Reward, Selection, Trajectory
 
 if TYPE_CHECKING:  # other trainers use RoC without pydantic
     from rstar2.config import RocConfig
@@ -138,8 +138,18 @@ def resample_on_correct(
     return sorted(kept)
 
 
-def select(group: Group, config: RocConfig, seed: int) -> Selection:
-    """Choose the rollouts of one group to learn from; every choice carries its reason."""
+def shaped_reward(trajectory: Trajectory, reward: Reward, tool_errors: float) -> float:
+    """The reward that is learnt from: less `tool_errors` times the share of failed calls."""
+    if not tool_errors or not trajectory.calls:
+        return reward.value
+    return reward.value - tool_errors * trajectory.failed_calls / trajectory.calls
+
+
+def select(group: Group, config: RocConfig, seed: int, *, tool_errors: float = 0.0) -> Selection:
+    """Choose the rollouts of one group to learn from; every choice carries its reason.
+
+    What counts as a success does not depend on `tool_errors` (`rl.reward`); advantages do.
+    """
     members = [i for i, t in enumerate(group.trajectories) if t.reward is not None]
     both = [penalties(t) for t in group.trajectories]
     p_err, p_format = [p for p, _ in both], [p for _, p in both]
@@ -168,7 +178,7 @@ def select(group: Group, config: RocConfig, seed: int) -> Selection:
                 trajectory_id=trajectory.id,
                 kept=i in kept,
                 reason=WHOLE if whole else _REASONS[config.variant][success][0 if i in kept else 1],
-                reward=trajectory.reward.value,
+                reward=shaped_reward(trajectory, trajectory.reward, tool_errors),
                 p_err=p_err[i],
                 p_format=p_format[i],
                 weight=1.0 / (config.epsilon + total[i]) if weighted else 1.0,

@@ -220,7 +220,10 @@ def make_collector(
 
     def group_teaches(step: int, group: Group) -> bool:
         seed = roc_seed(training, stage, step)
-        return group.informative and teaches(select(group, rl.roc, seed))
+        cost = rl.reward.tool_errors
+        return (group.informative or cost > 0) and teaches(
+            select(group, rl.roc, seed, tool_errors=cost)
+        )
 
     def on_progress(step: int, done: int, total: int) -> None:
         if step == lookahead.step:

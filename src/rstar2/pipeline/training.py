@@ -38,7 +38,7 @@ class ResampledStep:
 
 def resample(step: int, collected: CollectedStep, rl: RlConfig, seed: int) -> ResampledStep:
     """Select G of the 2G rollouts of every used group and make the batch. Pure."""
-    selections = resample_groups(collected.groups, rl.roc, seed)
+    selections = resample_groups(collected.groups, rl.roc, seed, tool_errors=rl.reward.tool_errors)
     pairs = zip(collected.groups, selections, strict=True)
     return ResampledStep(collected, selections, make_batch(step, pairs, rl.loss, rl.advantage))
 
