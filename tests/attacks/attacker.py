@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+NEWEST = 99
 VARIANTS = {
-    "strict": ("root", "strict"),
-    "strict-user": ("user", "strict"),
-    "portable": ("user", "portable"),
+    "strict": ("root", "strict", NEWEST),
+    "strict-user": ("user", "strict", NEWEST),
+    "portable": ("user", "portable", NEWEST),
+    "portable-abi5": ("user", "portable", 5),
 }
-"""Name -> (user that starts the code environment, isolation level). Root has control groups, an
-ordinary user has none, so "portable" is the weakest configuration that is ever served."""
+"""The deployments under attack: the user that starts the code environment, the isolation level, and
+the newest ABI of Landlock. Root has control groups, an ordinary user has none. ABI 5 (kernels
+before 6.12) does not restrict signals: "portable-abi5" is the weakest deployment that is served."""
 PATIENCE_S = 150.0
 """How long a test waits for the cell. It only bounds a hang; a busy machine may need a minute."""
 LONG: dict[str, float] = {"wall_s": 60.0, "cpu_s": 60.0}
@@ -31,7 +34,7 @@ class Cell:
     """The test's end of the pipe to a code environment inside a cell."""
 
     def __init__(self, variant: str) -> None:
-        user, self.level = VARIANTS[variant]
+        user, self.level, abi = VARIANTS[variant]
         self.variant = variant
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "cell.py"), user],
@@ -39,6 +42,7 @@ class Cell:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
+            env={**os.environ, "RSTAR2_TEST_LANDLOCK_ABI": str(abi)},
         )
         self._buffer = b""
         self.send({"level": self.level})

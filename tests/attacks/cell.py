@@ -158,9 +158,9 @@ def show(path: str, root: Path) -> None:
 
 def mount_cgroups(root: Path) -> None:
     """Mount the cell's own control groups, so that the executor inside can create more."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
     version2 = any(
-        line.split(" - ")[1].startswith("cgroup2") and "/unified" not in line
-        for line in Path("/proc/self/mountinfo").read_text().splitlines()
+        line.split(" - ")[1].startswith("cgroup2") and "/unified" not in line for line in lines
     )
     where = root / "sys/fs/cgroup"
     where.mkdir(parents=True, exist_ok=True)
@@ -170,9 +170,14 @@ def mount_cgroups(root: Path) -> None:
         (where / "leaf/cgroup.procs").write_text(str(os.getpid()))
         (where / "cgroup.subtree_control").write_text("+memory +pids")
         return
-    for controller in ("memory", "pids"):
-        (where / controller).mkdir(exist_ok=True)
-        mount("cgroup", where / controller, "cgroup", 0, controller)
+    wanted = {"memory", "pids", "cpu", "cpuacct"}
+    for line in lines:
+        kind, _, options = line.split(" - ")[1].split()
+        together = wanted & set(options.split(","))  # some hosts mount cpu and cpuacct as one
+        if kind == "cgroup" and together - {"cpu"}:
+            name = ",".join(sorted(together))
+            (where / name).mkdir(exist_ok=True)
+            mount("cgroup", where / name, "cgroup", 0, name)
 
 
 def bring_up_loopback() -> None:

@@ -26,6 +26,7 @@ os.environ["RSTAR2_TEST_SECRET"] = SECRET
 
 from rstar2.codeenv.jail import confine  # noqa: E402
 from rstar2.codeenv.protocol import RunRequest  # noqa: E402
+from rstar2.codeenv.server import probe  # noqa: E402
 from rstar2.codeenv.server.calls import CallTable  # noqa: E402
 from rstar2.codeenv.server.executor import WorkerExecutor  # noqa: E402 - after the secret
 from rstar2.config import CodeEnvConfig  # noqa: E402
@@ -60,6 +61,10 @@ class Canaries:
         self.unix_path = str(home / "service.sock")
         self._listen(socket.AF_UNIX, socket.SOCK_STREAM, self.unix_path)
         Path(self.unix_path).chmod(0o777)
+        self.datagrams = str(home / "datagrams.sock")
+        self._listen(socket.AF_UNIX, socket.SOCK_DGRAM, self.datagrams)
+        Path(self.datagrams).chmod(0o777)
+        self._listen(socket.AF_UNIX, socket.SOCK_DGRAM, "\0rstar2-datagrams")
 
     def _listen(self, family: int, kind: int, address: Any) -> int:
         sock = socket.socket(family, kind)
@@ -87,6 +92,7 @@ class Canaries:
             "tcp": self.tcp,
             "udp": self.udp,
             "unix_path": self.unix_path,
+            "datagrams": self.datagrams,
             "secret_address": _address(SECRET),
         }
 
@@ -115,6 +121,10 @@ def _children(parent: int) -> list[str]:
     return pids
 
 
+def _mappings(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/maps").read_text().splitlines()
+
+
 def _address(text: str) -> int:
     """The address of the characters of an ASCII string in this process."""
     return id(text) + sys.getsizeof(text) - len(text) - 1
@@ -140,6 +150,7 @@ class Server:
         return json.loads(encode(result))
 
     async def do_runs(self, orders: list[dict[str, Any]]) -> Any:
+        """Run programs side by side."""
         return await asyncio.gather(*(self.do_run(**order) for order in orders))
 
     async def do_runs_beside(self, endless: dict[str, Any], orders: list[dict[str, Any]]) -> Any:
@@ -183,6 +194,32 @@ class Server:
         )  # fmt: skip
         out, _ = await asyncio.wait_for(process.communicate(), 120)
         return out.decode("utf-8", "replace")
+
+    async def do_sweep_leftovers(self) -> Any:
+        """Leave a hostile tree as a killed server would, then clean up as the next start does."""
+
+        def leave_and_sweep() -> list[str]:
+            leftover = Path("/tmp/rstar2-codeenv-999999999-1-left")
+            leftover.mkdir()
+            here = os.open(leftover, os.O_RDONLY)
+            for _ in range(3000):
+                os.mkdir("d" * 30, dir_fd=here)
+                inner = os.open("d" * 30, os.O_RDONLY, dir_fd=here)
+                os.mkdir("locked", 0, dir_fd=here)
+                os.symlink("/srv/cell/service", "link", dir_fd=here)
+                os.close(here)
+                here = inner
+            os.close(here)
+            probe.sweep_runtime()
+            return [str(leftover)] if leftover.exists() else []
+
+        return await asyncio.to_thread(leave_and_sweep)
+
+    async def do_shared_mappings(self) -> Any:
+        """Writable shared mappings of the workers."""
+        lines = [line for link in self.executor.workers.links for line in _mappings(link.pid)]
+        assert lines
+        return [line for line in lines if "rw-s" in line]
 
     async def do_forgive(self, contacts: int) -> Any:
         """Wait for the contacts of an attack that is expected to succeed, and forget them."""

@@ -6,8 +6,6 @@ import pytest
 
 from tests.attacks.attacker import Cell
 
-VARIANTS = ("strict", "portable")
-
 CALL = (
     "import ctypes, platform\nlibc = ctypes.CDLL(None, use_errno=True)\n"
     "number = {{'x86_64': {0}, 'aarch64': {1}}}[platform.machine()]\n"
@@ -73,6 +71,54 @@ CALLS = {
                "ctypes.create_string_buffer(b'\\xff' * 24, 24)"),
     "prctl_dumpable": (157, 167, "4, 1, 0, 0, 0"),
     "prctl_no_seccomp": (157, 167, "22, 0, 0, 0, 0"),
+    "io_uring_enter": (426, 426, "0, 0, 0, 0, None, 0"),
+    "mq_notify": (244, 184, "0, None"),
+    "semget": (64, 190, "0, 1, 0o1600"),
+    "msgget": (68, 186, "0, 0o1600"),
+    "memfd_create": (319, 279, "b'x', 0"),
+    "inotify_init1": (294, 26, "0"),
+    "fanotify_mark": (301, 263, "0, 1, 8, -100, b'/'"),
+    "process_madvise": (440, 440, "0, None, 0, 4, 0"),
+    "process_mrelease": (448, 448, "0, 0"),
+    "sched_setaffinity": (203, 122, "0, 8, ctypes.create_string_buffer(b'\\x01' + bytes(7), 8)"),
+    "sched_setattr": (314, 274, "0, ctypes.create_string_buffer(48), 0"),
+    "sched_setparam": (142, 118, "0, ctypes.create_string_buffer(4)"),
+    "landlock_create_ruleset": (444, 444, "None, 0, 1"),
+    "setxattr": (188, 5, "b'.', b'user.x', b'y', 1, 0"),
+    "removexattr": (197, 14, "b'.', b'user.x'"),
+    "fchown": (93, 55, "1, 0, 0"),
+    "fchownat": (260, 54, "-100, b'.', 0, 0, 0"),
+    "mknodat": (259, 33, "-100, b'node', 0o20600, 0x103"),
+    "swapoff": (168, 225, "b'/tmp'"),
+    "delete_module": (176, 106, "b'x', 0"),
+    "kexec_file_load": (320, 294, "0, 0, 0, None, 0"),
+    "migrate_pages": (256, 238, "0, 0, None, None"),
+    "move_pages": (279, 239, "0, 0, None, None, None, 0"),
+    "mbind": (237, 235, "0, 0, 0, None, 0, 0"),
+    "set_mempolicy": (238, 237, "0, None, 0"),
+    "remap_file_pages": (216, 234, "0, 4096, 0, 0, 0"),
+    "mlock": (149, 228, "0, 4096"),
+    "mlock2": (325, 284, "0, 4096, 0"),
+    "vhangup": (153, 58, ""),
+    "syncfs": (306, 267, "0"),
+    "sync": (162, 81, ""),
+    "statmount": (457, 457, "None, None, 0, 0"),
+    "listmount": (458, 458, "None, None, 0, 0"),
+    "cachestat": (451, 451, "0, None, None, 0"),
+    "quotactl_fd": (443, 443, "0, 0, 0, None"),
+    "fspick": (433, 433, "-100, b'/', 0"),
+    "fsmount": (432, 432, "0, 0, 0"),
+    "setfsuid": (122, 151, "0"),
+    "setregid": (114, 143, "0, 0"),
+    "adjtimex": (159, 171, "ctypes.create_string_buffer(256)"),
+    "setdomainname": (171, 162, "b'x', 1"),
+    "tee": (276, 77, "0, 1, 1, 0"),
+    "splice": (275, 76, "0, None, 1, None, 1, 0"),
+    "prctl_pdeathsig": (157, 167, "1, 9, 0, 0, 0"),
+    "prctl_subreaper": (157, 167, "36, 1, 0, 0, 0"),
+    "prctl_ptracer": (157, 167, "0x59616d61, -1, 0, 0, 0"),
+    "prctl_keepcaps": (157, 167, "8, 1, 0, 0, 0"),
+    "prctl_mdwe": (157, 167, "65, 1, 0, 0, 0"),
     "seccomp_listener": (317, 277, "1, 8, ctypes.create_string_buffer(16)"),
 }  # fmt: skip
 

@@ -95,6 +95,79 @@ def test_cpu_time_of_threads_is_added_up(cell: Cell) -> None:
     assert result["outcome"] == "timeout"
 
 
+SPIN = "while True: pass"
+CHILDREN = {
+    "kept": "for _ in range(6):\n    if os.fork() == 0:\n        " + SPIN + "\ntime.sleep(1000)",
+    "grandchildren": "for _ in range(6):\n    if os.fork() == 0:\n        os.setsid()\n"
+    "        if os.fork() == 0:\n            " + SPIN + "\n        os._exit(0)\n"
+    "time.sleep(1000)",
+    "never waited for": "import signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+    "while True:\n    if os.fork() == 0:\n        end = time.process_time() + 0.05\n"
+    "        while time.process_time() < end: pass\n        os._exit(0)\n    time.sleep(0.02)",
+    "one after the other": "while True:\n    if os.fork() == 0:\n"
+    "        end = time.process_time() + 0.05\n"
+    "        while time.process_time() < end: pass\n        os._exit(0)\n    os.wait()",
+}
+
+
+@pytest.mark.parametrize("name", CHILDREN)
+def test_cpu_time_of_children_is_added_up(cell: Cell, name: str) -> None:
+    code = "\n    ".join(CHILDREN[name].split("\n"))
+    result = cell.run(
+        f"import os, time\ntry:\n    {code}\nexcept OSError:\n    print('no fork')", cpu_s=0.5
+    )
+    if cell.forks:
+        assert result["outcome"] == "timeout", result
+        assert "CPU" in result["message"]
+        assert result["cpu_s"] >= 0.5
+    else:
+        assert result["stdout"] == "no fork\n"
+    innocent = cell.run("print(sum(range(10**6)))", cpu_s=1.0)
+    assert innocent["outcome"] == "ok", innocent  # it is not charged for the call before it
+
+
+def test_cpu_time_is_limited_when_it_equals_the_wall_time(cell: Cell) -> None:
+    """Several processes or threads use it up sooner."""
+    result = cell.run(
+        "import threading, hashlib\nblock = bytes(1 << 20)\n"
+        "def f():\n    while True: hashlib.sha256(block)\n"
+        "[threading.Thread(target=f).start() for _ in range(4)]",
+        cpu_s=1.5,
+        wall_s=30.0,
+    )
+    assert result["outcome"] == "timeout"
+    assert "CPU" in result["message"]
+
+
+MAPPINGS = """
+import ctypes, os, time
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+def area(protection):
+    place = libc.mmap(None, 4096, protection, 0x22, -1, 0)
+    if protection == 3:
+        ctypes.memset(place, 1, 8)
+for _ in range(16000):
+    area(3)
+    area(1)
+for _ in range(31):
+    if os.fork() == 0:
+        break
+print('mapped', flush=True)
+time.sleep(1000)
+"""
+
+
+def test_slow_teardown_is_charged_to_the_program(cell: Cell) -> None:
+    """The kernel needs seconds to end these processes: the call is not executed twice."""
+    result = cell.run(MAPPINGS, wall_s=15.0, cpu_s=60.0, processes=64)
+    assert result["attempts"] == 1
+    if cell.forks:
+        assert result["outcome"] in ("timeout", "memory"), result
+    else:
+        assert result["outcome"] == "exception"
+
+
 def test_limits_cannot_be_raised_again(cell: Cell) -> None:
     cell.gets_nothing(
         "import resource\n"

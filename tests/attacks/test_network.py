@@ -48,6 +48,21 @@ def test_unix_socket_file_of_the_service_is_out_of_reach(cell: Cell) -> None:
     )
 
 
+@pytest.mark.parametrize("address", ["<datagrams>", "\\0rstar2-datagrams", "/dev/log"])
+@pytest.mark.parametrize("kind", [1, 2, 3, 5], ids=["stream", "datagram", "raw", "packet"])
+def test_socket_of_a_pair_reaches_only_its_peer(cell: Cell, kind: int, address: str) -> None:
+    """Datagram sockets can send to any address, although they belong to a pair."""
+    cell.gets_nothing(
+        f"import socket\na, b = socket.socketpair(socket.AF_UNIX, {kind})\n"
+        f"for send in (lambda: a.sendto(b'x', '{address}'),\n"
+        f"             lambda: a.sendmsg([b'x'], [], 0, '{address}')):\n"
+        "    try:\n        send()\n    except OSError as error:\n        print(error.errno)\n"
+        "        continue\n"
+        "    b.setblocking(False)\n"
+        "    try:\n        b.recv(1)\n    except BlockingIOError:\n        print('PWNED')"
+    )
+
+
 def test_names_cannot_be_resolved(cell: Cell) -> None:
     cell.gets_nothing("import socket\nprint('PWNED', socket.getaddrinfo('example.com', 80))")
 

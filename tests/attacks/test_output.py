@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.attacks.attacker import Cell
 
 
@@ -84,3 +86,47 @@ def test_pipe_hidden_in_a_socket_does_not_delay_the_answer(cell: Cell) -> None:
         "socket.send_fds(a, [b'x'], [1, 2, 3, a.fileno(), b.fileno()])\nprint('sent')"
     )
     assert (result["outcome"], result["stdout"]) == ("ok", "sent\n")  # and not a timeout
+
+
+PROGRESS = {
+    "line": "print('progress')",
+    "part of a line": "print('progress', end='')",
+    "text": "sys.stdout.write('progress')",
+    "bytes": "sys.stdout.buffer.write(b'progress')",
+    "several": "print('a', 'b', 3)\nprint('progress')",
+}
+ENDS = {
+    "loop": ("while True: pass", "timeout"),
+    "sleep": ("time.sleep(1000)", "timeout"),
+    "kill": ("os.kill(os.getpid(), 9)", "killed"),
+    "crash": ("import ctypes\nctypes.string_at(0)", "killed"),
+    "memory": ("x = bytearray(3 << 30)", "memory"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("text", PROGRESS)
+def test_output_before_a_violent_end_is_kept(cell: Cell, text: str, end: str) -> None:
+    code, outcome = ENDS[end]
+    result = cell.run(f"import os, sys, time\n{PROGRESS[text]}\n{code}", wall_s=0.5)
+    assert result["outcome"] == outcome
+    assert "progress" in result["stdout"]
+
+
+def test_error_output_before_a_violent_end_is_kept(cell: Cell) -> None:
+    result = cell.run(
+        "import sys\nprint('warning', end='', file=sys.stderr)\nwhile True: pass", wall_s=0.5
+    )
+    assert (result["outcome"], result["stderr"]) == ("timeout", "warning")
+
+
+def test_many_lines_arrive_in_order(cell: Cell) -> None:
+    result = cell.run(
+        "import os\nfor i in range(2000):\n    print(i)\n    if i % 100 == 0:\n"
+        "        os.write(1, b'mark\\n')",
+        output_chars=100_000,
+    )
+    expected = [
+        line for i in range(2000) for line in ([str(i), "mark"] if i % 100 == 0 else [str(i)])
+    ]
+    assert result["stdout"].split() == expected

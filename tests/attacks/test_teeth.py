@@ -32,3 +32,12 @@ def test_attack_works_outside_the_jail(shared_cell: Cell, name: str) -> None:
     output = shared_cell.ask("unjailed", code=shared_cell.fill(ATTACKS[name]))
     assert "PWNED" in output, output
     shared_cell.ask("forgive", contacts=int(name in CONTACTS))
+
+
+def test_no_memory_is_shared_between_calls(shared_cell: Cell) -> None:
+    """Writable shared mappings of a worker would let one call write into the next.
+
+    Only root can read the mappings.
+    """
+    assert shared_cell.run("print(1)")["outcome"] == "ok"
+    assert shared_cell.ask("shared_mappings") == []

@@ -6,6 +6,8 @@ names it, and the layers around it only step in when that layer is itself stuck.
 
     One call, after its caller's deadline (the caller itself is answered at the deadline):
       program's wall limit          cut to the deadline; the worker kills the program
+      < worker                      answers at most TEARDOWN_S later, even if the kernel has not
+                                    yet ended every process of the program
       < executor                    WORKER_GRACE_S later kills a silent worker, then waits
                                     EXIT_REPORT_S to learn whether it ran out of memory
       < call table                  CALL_TABLE_GRACE_S later cancels the call
@@ -34,6 +36,9 @@ This module imports nothing, so that all three packages can use it.
 
 DEFAULT_DEADLINE_S = 600.0
 """Deadline of a call whose caller set none: no wait is without a deadline."""
+TEARDOWN_S = 1.0
+"""The kernel may need long to end processes with many mappings. A worker waits this long for them,
+then answers and asks to be replaced."""
 WORKER_GRACE_S = 3.0
 """A worker that has not answered this long after a call's wall limit hangs and is killed."""
 EXIT_REPORT_S = 5.0

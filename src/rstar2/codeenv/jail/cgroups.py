@@ -1,4 +1,6 @@
-"""Memory and pids control groups, version 1 or 2, where this process may create them.
+"""Control groups, version 1 or 2, where this process may create them.
+
+They limit memory and processes, and count the CPU time of all processes of a worker.
 
 A service owns one directory per hierarchy, named after its pid and start time. Each worker has a
 directory below it. The next start removes the directories of services that ended (`sweep`).
@@ -13,7 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-_PREFIX = "rstar2-codeenv-"
+PREFIX = "rstar2-codeenv-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +34,29 @@ class ControlGroup:
     version: int
     memory: str | None
     pids: str | None
+    cpu: str | None = None
+    """Only counts CPU time."""
 
     @property
     def directories(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(d for d in (self.memory, self.pids) if d))
+        return tuple(dict.fromkeys(d for d in (self.memory, self.pids, self.cpu) if d))
 
     @property
     def complete(self) -> bool:
         return bool(self.memory and self.pids)
 
+    @property
+    def cpu_usage_file(self) -> str | None:
+        """The file that `cpu_usage` reads."""
+        if self.cpu is None:
+            return None
+        return os.path.join(self.cpu, "cpu.stat" if self.version == 2 else "cpuacct.usage")
+
 
 def owner_name(pid: int | None = None) -> str:
     """A directory name that identifies its owner by pid and start time, as pids are reused."""
     pid = pid or os.getpid()
-    return f"{_PREFIX}{pid}-{_start_time(pid)}"
+    return f"{PREFIX}{pid}-{_start_time(pid)}"
 
 
 def _start_time(pid: int) -> str:
@@ -57,14 +68,14 @@ def _start_time(pid: int) -> str:
 
 def owner_alive(name: str) -> bool:
     """Whether the owner of a directory still runs; names of other programs count as alive."""
-    pid, _, started = name.removeprefix(_PREFIX).partition("-")
-    if not name.startswith(_PREFIX) or not pid.isdigit():
+    pid, _, started = name.removeprefix(PREFIX).partition("-")
+    if not name.startswith(PREFIX) or not pid.isdigit():
         return True
     return started.startswith(_start_time(int(pid))) if started else False
 
 
 def hierarchies() -> list[Hierarchy]:
-    """The hierarchies with memory or pids in which this process can create groups."""
+    """The hierarchies with memory, pids or cpuacct in which this process can create groups."""
     usable: list[Hierarchy] = []
     try:
         mounts = Path("/proc/self/mountinfo").read_text().splitlines()
@@ -76,7 +87,7 @@ def hierarchies() -> list[Hierarchy]:
         fields, (kind, _, options) = left.split(), [*right.split(), "", "", ""][:3]
         root, mount_point = fields[3], fields[4]
         if kind == "cgroup":
-            for controller in {"memory", "pids"} & set(options.split(",")):
+            for controller in {"memory", "pids", "cpuacct"} & set(options.split(",")):
                 parent = _usable(mount_point, root, own.get(controller, "/"), (), 1)
                 if parent:
                     usable.append(Hierarchy(1, (controller,), parent))
@@ -105,7 +116,7 @@ def _usable(
     for parent in dict.fromkeys(
         (os.path.normpath(os.path.join(mount_point, relative)), mount_point)
     ):
-        trial = Path(parent, f"{_PREFIX}trial-{os.getpid()}")
+        trial = Path(parent, f"{PREFIX}trial-{os.getpid()}")
         try:
             trial.mkdir()
         except OSError:
@@ -152,7 +163,7 @@ class ControlGroupTree:
 
     def make(self, name: str, memory_mb: int, processes: int) -> ControlGroup:
         """Create a group with these limits."""
-        memory = pids = None
+        memory = pids = cpu = None
         version = 1
         for hierarchy, root in self._roots:
             directory = root / name
@@ -164,7 +175,9 @@ class ControlGroupTree:
             if "pids" in hierarchy.controllers:
                 (directory / "pids.max").write_text(str(processes))
                 pids = str(directory)
-        return ControlGroup(version, memory, pids)
+            if "cpuacct" in hierarchy.controllers or hierarchy.version == 2:
+                cpu = str(directory)
+        return ControlGroup(version, memory, pids, cpu)
 
     def remove(self, group: ControlGroup) -> None:
         """Remove the directories of a worker that has ended."""
@@ -211,10 +224,18 @@ def oom_kills(group: ControlGroup) -> int:
     return 0
 
 
+def cpu_usage(descriptor: int) -> float:
+    """CPU seconds of all processes that are or were in a group, from its `cpu_usage_file`."""
+    text = os.pread(descriptor, 256, 0)
+    if text.startswith(b"usage_usec"):
+        return int(text.split(maxsplit=2)[1]) / 1e6
+    return int(text) / 1e9
+
+
 def sweep(parent: str) -> None:
     """Remove groups below `parent` whose owners have ended."""
     with contextlib.suppress(OSError):
-        for entry in Path(parent).glob(f"{_PREFIX}*-*"):
+        for entry in Path(parent).glob(f"{PREFIX}*-*"):
             if not owner_alive(entry.name):
                 _remove_tree(entry)
 

@@ -10,7 +10,7 @@ strict    Separate mount, PID, network, IPC, UTS and cgroup namespaces (and a us
 portable  No namespaces: a seccomp allow list, Landlock (required), rlimits, no capabilities, and
           control groups where available. Calls can start threads but no processes, so nothing
           outlives them, and can signal only themselves. Scratch is a private directory whose size
-          is checked from outside about 30 times per second.
+          is checked from outside about 30 times per second; modes and times cannot be changed.
 
 In both levels calls may start processes only with a PID namespace *and* memory and pids control
 groups; without them memory would be limited per process only.
@@ -21,11 +21,13 @@ Limitations
 - A program can lie about itself: it can print anything and exit with 0.
 - A call may use a core until its CPU or wall limit; memory bandwidth and caches are shared.
 - The interpreter, its packages and (strict) /usr/lib, /usr/bin are readable: keep no secrets there.
-- portable: `stat` reveals file names and metadata outside the allowed paths (not content); scratch
-  can exceed its limit between two checks; host name, kernel version and uid are visible; without a
-  pids control group the thread limit is shared with the service's user; if root starts the service
-  with an interpreter that only root can read, calls keep uid 0 without capabilities, confined by
-  Landlock alone (start the service as an ordinary user instead).
+- Programs can lock (flock) files that they can read, also those that other calls read.
+- portable: `stat` reveals file names and metadata outside the allowed paths (not content), and pids
+  of other processes with their CPU time; scratch can exceed its limit between two checks, and by
+  deleted files that the program keeps open; host name, kernel version and uid are visible; the
+  thread limit is shared with the service's user without a pids control group; if root starts the
+  service with an interpreter that only root can read, calls keep uid 0 without capabilities,
+  confined by Landlock alone (start the service as an ordinary user instead).
 - Time, CPU model and the machine's load are visible in both levels.
 """
 
@@ -47,7 +49,7 @@ from rstar2.codeenv.jail import cgroups, landlock, seccomp, syscalls
 NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
 NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 1, 2, 4, 8, 32
-_MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
+_MS_NOATIME, _MS_BIND, _MS_REC, _MS_PRIVATE = 1024, 4096, 16384, 1 << 18
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 1, 4, 24
 _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 38, 47, 4
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -75,6 +77,8 @@ class JailSpec:
     group: cgroups.ControlGroup
     session: bool = False
     """The worker serves a session and its branches instead of plain calls."""
+    landlock_abi: int = landlock.NEWEST_ABI
+    """The newest ABI of Landlock to use; lower only in tests of what older kernels offer."""
 
     @property
     def forks(self) -> bool:
@@ -142,7 +146,7 @@ def enter(spec: JailSpec) -> None:
     _become(spec.uid)
     prctl(_PR_SET_DUMPABLE, 0)
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    landlock.restrict(readable, writable, _DEVICES, signals=True)
+    landlock.restrict(readable, writable, _DEVICES, spec.landlock_abi)
     _drop_capabilities()
     die_with_parent()  # last, because a change of uid clears it
     seccomp.base_filter(strict=spec.level == "strict").install()
@@ -213,13 +217,14 @@ def _build_root(spec: JailSpec) -> None:
         target.touch()
         _mount(device, str(target), None, _MS_BIND)
         _set_attributes(str(target), _MS_NOSUID | _MS_NOEXEC)
-    flags = _MS_NOSUID | _MS_NODEV
+    flags = _MS_NOSUID | _MS_NODEV | _MS_NOATIME
     owner = "mode=1777"
+    if spec.uid is not None:  # the worker restores mode and times after each call
+        owner += f",uid={spec.uid},gid={spec.uid}"
     _mount(
         "scratch", f"{root}/tmp", "tmpfs", flags, f"size={spec.scratch_mb}m,nr_inodes=2k,{owner}"
     )
-    for path in in_scratch:  # an interpreter below /tmp appears inside scratch, read-only
-        _bind(path, root)
+    _show_in_scratch(in_scratch, root)
     _mount("shm", f"{root}/dev/shm", "tmpfs", flags | _MS_NOEXEC, f"size=8m,nr_inodes=256,{owner}")
     os.chdir(root)
     syscalls.call("pivot_root", b".", b".")
@@ -229,6 +234,24 @@ def _build_root(spec: JailSpec) -> None:
     with contextlib.suppress(OSError):  # a visible host name is no reason to refuse
         name = b"jail"
         syscalls.checked(syscalls.libc.sethostname(name, len(name)), "sethostname")
+
+
+def _show_in_scratch(paths: list[str], root: str) -> None:
+    """Show an interpreter that is installed below /tmp inside scratch, read-only.
+
+    The directories on the way are not part of scratch: a program could change their modes.
+    """
+    aside = f"{root}/.installed"
+    for path in paths:
+        _bind(path, aside)
+    for name in sorted({path.split("/")[2] for path in paths}):
+        source, target = Path(aside, "tmp", name), Path(root, "tmp", name)
+        if source.is_symlink():
+            target.symlink_to(source.readlink())
+            continue
+        target.mkdir()
+        _mount(str(source), str(target), None, _MS_BIND | _MS_REC)
+        _set_attributes(str(target), _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
 
 
 def _bind(path: str, root: str) -> None:
@@ -254,8 +277,8 @@ def _bind(path: str, root: str) -> None:
 def _limit_worker() -> None:
     """Set hard limits that the worker and all its calls share."""
     limits = {
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NOFILE: 256,
+        resource.RLIMIT_CORE: 1,  # unlike 0, it also keeps the kernel from starting a crash handler
+        resource.RLIMIT_NOFILE: 1024,
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_STACK: 8 << 20,

@@ -28,6 +28,8 @@ WRITE = (
 _FILE_ONLY = EXECUTE | WRITE_FILE | READ_FILE | _TRUNCATE | _IOCTL_DEV
 _SCOPE_ABSTRACT_UNIX_SOCKET, _SCOPE_SIGNAL = 1, 2
 _TCP = 3
+NEWEST_ABI = 6
+"""The newest ABI whose rights are used here."""
 
 
 def abi() -> int:
@@ -50,17 +52,18 @@ def _handled(version: int) -> int:
 
 
 def restrict(
-    readable: Iterable[str], writable: Iterable[str], devices: Iterable[str], signals: bool
+    readable: Iterable[str], writable: Iterable[str], devices: Iterable[str], newest: int
 ) -> int:
     """Confine this thread and its children irrevocably; returns the ABI that was enforced.
 
-    `signals` also restricts signals to the new domain (ABI 6 and later).
+    That is the kernel's ABI, but at most `newest`. ABI 6 and later also restrict signals and
+    abstract Unix sockets to the new domain.
     """
-    version = abi()
+    version = min(abi(), newest)
     if version == 0:
         raise OSError("landlock: not available in this kernel or container")
     handled = _handled(version)
-    scope = _SCOPE_ABSTRACT_UNIX_SOCKET | (_SCOPE_SIGNAL if signals else 0)
+    scope = _SCOPE_ABSTRACT_UNIX_SOCKET | _SCOPE_SIGNAL
     attributes = struct.pack("QQQ", handled, _TCP if version >= 4 else 0, scope)
     size = 8 if version < 4 else 16 if version < 6 else 24
     ruleset = syscalls.call("landlock_create_ruleset", attributes[:size], ctypes.c_size_t(size), 0)

@@ -20,7 +20,8 @@ import sys
 import threading
 import traceback
 import types
-from typing import Any, cast
+from time import monotonic
+from typing import Any
 
 from rstar2.codeenv.jail import frames
 from rstar2.codeenv.jail.frames import Record
@@ -29,32 +30,54 @@ FILENAME = "<program>"
 PROGRAM_FILE = "program.py"
 _MAX_FRAMES = 24
 _MAX_CHAIN = 4
+_HOLD_S = 0.02
+"""How long a part of a line is held back at most, if the program writes more."""
 
 
-class CountingRaw(io.FileIO):
-    """A file that records whether anything was written."""
+class OutputBuffer(io.BufferedWriter):
+    """A buffer that holds text back only briefly, and records whether anything was written.
 
-    wrote = False
+    The text layer flushes it after every line, as at a terminal. Part of a line is flushed unless
+    the last one was within _HOLD_S. So a program that is killed has shown what it printed.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(io.FileIO(descriptor, "w", closefd=False))
+        self.wrote = False
+        self._due = 0.0
 
     def write(self, data: Any, /) -> int:
-        type(self).wrote = True
-        return cast(int, super().write(data))
+        count = _buffer(self, data)
+        self.wrote = True
+        if monotonic() >= self._due:
+            self._due = monotonic() + _HOLD_S
+            self.flush()
+        return count
+
+
+_buffer = io.BufferedWriter.write
+"""Faster than super() in a method that runs for every piece of text."""
+_stdout: OutputBuffer | None = None
+"""Under `sys.stdout`, which the program may replace or close. None during the warm-up."""
 
 
 def prepare_streams() -> None:
     """Create the standard streams on descriptors 0 to 2 once; all calls inherit them."""
 
-    def text(raw: io.RawIOBase, mode: str) -> io.TextIOWrapper:
-        buffer: Any = io.BufferedReader(raw) if mode == "r" else io.BufferedWriter(raw)
-        stream = io.TextIOWrapper(buffer, "utf-8", "backslashreplace", newline=None)
+    def text(buffer: Any, mode: str, errors: str) -> io.TextIOWrapper:
+        printing = mode == "w"
+        stream = io.TextIOWrapper(
+            buffer, "utf-8", errors, line_buffering=printing, write_through=printing
+        )
         stream.mode = mode  # type: ignore[misc]
         return stream
 
-    sys.stdin = sys.__stdin__ = text(io.FileIO(0, "r", closefd=False), "r")  # type: ignore[misc]
-    sys.stdin.reconfigure(errors="replace")
-    sys.stdout = sys.__stdout__ = text(CountingRaw(1, "w", closefd=False), "w")  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = text(io.FileIO(2, "w", closefd=False), "w")  # type: ignore[misc]
-    sys.stderr.reconfigure(line_buffering=True)
+    global _stdout
+    _stdout = OutputBuffer(1)
+    stdin = io.BufferedReader(io.FileIO(0, "r", closefd=False))
+    sys.stdin = sys.__stdin__ = text(stdin, "r", "replace")  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = text(_stdout, "w", "backslashreplace")  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = text(OutputBuffer(2), "w", "backslashreplace")  # type: ignore[misc]
 
 
 def fresh_main() -> dict[str, Any]:
@@ -93,7 +116,7 @@ def execute(source: str, namespace: dict[str, Any], limit: int) -> Record:
         if expression is None:
             return Record(frames.NOTHING)
         value = eval(expression, namespace)
-        if value is None or CountingRaw.wrote or _pending() or source.rstrip().endswith(";"):
+        if value is None or _has_printed() or source.rstrip().endswith(";"):
             return Record(frames.NOTHING)
         return _clipped(frames.VALUE, "", repr(value), limit)
     except SystemExit as error:
@@ -124,15 +147,13 @@ def _compile(source: str) -> tuple[types.CodeType, types.CodeType | None]:
     return compile(tree, FILENAME, "exec"), compile(last, FILENAME, "eval")
 
 
-def _pending() -> bool:
+def _has_printed() -> bool:
     """Flush standard output; True if the program has printed anything."""
     stream = sys.__stdout__
-    try:
+    with contextlib.suppress(OSError, ValueError):  # closed by the program
         if stream is not None:
             stream.flush()
-    except (OSError, ValueError):
-        return False
-    return CountingRaw.wrote
+    return _stdout is not None and _stdout.wrote
 
 
 def _clipped(kind: int, message: str, text: str, limit: int) -> Record:

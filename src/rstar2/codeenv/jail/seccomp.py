@@ -3,10 +3,12 @@
 Other calls fail with ENOSYS ("not implemented"), which programs can handle; calls of another
 architecture or the x32 ABI kill the process. Some calls are allowed for some arguments only:
 `clone` creates no namespaces, `socket` only Unix sockets, `prctl` changes only names, `prlimit64`
-acts only on the caller.
+acts only on the caller, and `fcntl` cannot make the kernel send signals (owners, leases, directory
+notification).
 
 `base_filter` is installed once per worker. A `CallFilter` is added per call if there is no PID
-namespace or no control group: no new processes, and signals only to the process itself.
+namespace or no control group: no new processes; without a PID namespace, signals only to the
+process itself and no changes of file metadata, which Landlock does not cover.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import struct
 from rstar2.codeenv.jail import syscalls
 from rstar2.codeenv.jail.syscalls import words
 
-_LD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
+_LD, _JEQ, _JGE, _JSET, _AND, _RET = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NR, _ARCH, _ARGS = 0, 4, 16
 
@@ -31,6 +33,14 @@ _PR_ALLOWED = (15, 16, 3, 23, 39)
 _PR_SET_PDEATHSIG = 1
 _IOCTL_ALLOWED = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """TCGETS (isatty), TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
+_F_SETFL, _O_ASYNC = 4, 0x2000
+_FCNTL_ALLOWED = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1027, 1030, 1032, 1034)
+"""F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_GETLK, F_SETLK, F_SETLKW, the same three for open file
+descriptions, F_DUPFD_QUERY, F_DUPFD_CLOEXEC, F_GETPIPE_SZ, F_GET_SEALS. Not F_SETOWN, F_SETOWN_EX,
+F_SETSIG, F_SETLEASE and F_NOTIFY, which send signals to any process of the user, nor F_SETPIPE_SZ,
+which uses up memory that all processes of the user share."""
+_SOCK_TYPE, _CONNECTED_TYPES = 0xF, (1, 5)
+"""SOCK_STREAM and SOCK_SEQPACKET. A datagram socket of a pair can send to any address."""
 
 _ALWAYS = words(
     """
@@ -45,7 +55,7 @@ sched_yield sched_getaffinity sched_getparam sched_getscheduler sched_get_priori
 sched_get_priority_min sched_rr_get_interval getpriority dup dup2 dup3 nanosleep clock_nanosleep
 clock_gettime clock_getres gettimeofday time times getrusage sysinfo uname getpid gettid getppid
 getuid geteuid getgid getegid getresuid getresgid getgroups getpgid getpgrp setpgid getsid
-setsid execve execveat exit exit_group wait4 waitid fcntl flock fsync fdatasync
+setsid execve execveat exit exit_group wait4 waitid flock fsync fdatasync
 ftruncate fallocate getdents getdents64 getcwd chdir fchdir rename renameat renameat2 mkdir
 mkdirat rmdir link linkat unlink unlinkat symlink symlinkat readlink readlinkat umask statfs
 fstatfs getrlimit setrlimit arch_prctl capget set_tid_address set_robust_list get_robust_list
@@ -58,7 +68,7 @@ vfork
 _UNIX_SOCKETS = words("bind listen accept accept4 connect")
 _METADATA = words("chmod fchmod fchmodat fchmodat2 utime utimes utimensat futimesat truncate")
 """Landlock does not cover these (truncate: before ABI 3). Without a mount namespace they would
-change files of the host."""
+change files of the host, so that only the worker itself may use them (it restores its scratch)."""
 
 
 class BpfProgram:
@@ -109,15 +119,29 @@ def _only_if_equal(index: int, allowed: tuple[int, ...], error: int) -> bytes:
     return code + _refuse(error)
 
 
+def _fcntl() -> bytes:
+    """The body of the rule for fcntl: allowed commands, and F_SETFL without O_ASYNC."""
+    status_flags = (
+        _argument(2) + _op(_JSET, _O_ASYNC, 0, 1) + _refuse(errno.EPERM) + _op(_RET, _ALLOW)
+    )
+    code = _argument(1) + _when(_F_SETFL, status_flags)
+    return code + _only_if_equal(1, _FCNTL_ALLOWED, errno.EPERM)
+
+
+def _connected_pair() -> bytes:
+    """The body of the rule for socketpair without a mount namespace: only connected types."""
+    code = _argument(1) + _op(_AND, _SOCK_TYPE)
+    for value in _CONNECTED_TYPES:
+        body = _only_if_equal(0, (_AF_UNIX,), errno.EACCES)
+        code += _when(value, body)
+    return code + _refuse(errno.EACCES)
+
+
 def base_filter(strict: bool, machine: str = syscalls.MACHINE) -> BpfProgram:
     """The allow list of a worker. In `strict`, namespaces hide other files and processes."""
     nr = syscalls.numbers(machine)
     code = _prologue(machine)
-    plain = [*_ALWAYS, *(_UNIX_SOCKETS + _METADATA if strict else ())]
-    if not strict:
-        for name in _METADATA:
-            if name in nr:
-                code += _when(nr[name], _refuse(errno.EPERM))
+    plain = [*_ALWAYS, *_METADATA, *(_UNIX_SOCKETS if strict else ())]
     refuse_namespaces = (
         _argument(0) + _op(_JSET, CLONE_NAMESPACES, 0, 1) + _refuse(errno.EPERM) + _op(_RET, _ALLOW)
     )
@@ -125,7 +149,9 @@ def base_filter(strict: bool, machine: str = syscalls.MACHINE) -> BpfProgram:
     options = _PR_ALLOWED if strict else (*_PR_ALLOWED, _PR_SET_PDEATHSIG)
     families = (_AF_UNIX,) if strict else ()
     code += _when(nr["socket"], _only_if_equal(0, families, errno.EACCES))
-    code += _when(nr["socketpair"], _only_if_equal(0, (_AF_UNIX,), errno.EACCES))
+    pair = _only_if_equal(0, (_AF_UNIX,), errno.EACCES) if strict else _connected_pair()
+    code += _when(nr["socketpair"], pair)
+    code += _when(nr["fcntl"], _fcntl())
     code += _when(nr["prctl"], _only_if_equal(0, options, errno.EPERM))
     code += _when(nr["prlimit64"], _only_if_equal(0, (0,), errno.EPERM))
     code += _when(nr["ioctl"], _only_if_equal(1, _IOCTL_ALLOWED, errno.ENOTTY))
@@ -137,7 +163,7 @@ def base_filter(strict: bool, machine: str = syscalls.MACHINE) -> BpfProgram:
 
 
 class CallFilter:
-    """The per-call filter: no new processes; without a PID namespace, signals only to itself.
+    """The per-call filter: no new processes; without a PID namespace, see the module docstring.
 
     A session process may clone itself as a sibling: every clone is then a child of the worker,
     which can kill them all. Its filter is installed once and inherited by the clones.
@@ -159,8 +185,9 @@ class CallFilter:
             for name in ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"):
                 self._pid_offsets.append(len(code) + 16 + 4)
                 code += _when(nr[name], _only_if_equal(0, (0,), errno.EPERM))
-            for name in ("tkill", "pidfd_send_signal", "pidfd_open"):
-                code += _when(nr[name], _refuse(errno.EPERM))
+            for name in ("tkill", "pidfd_send_signal", "pidfd_open", *_METADATA):
+                if name in nr:
+                    code += _when(nr[name], _refuse(errno.EPERM))
             if not session:
                 pinned = _argument(0) + _op(_JEQ, _PR_SET_PDEATHSIG, 0, 1) + _refuse(errno.EPERM)
                 code += _when(nr["prctl"], pinned + _op(_RET, _ALLOW))

@@ -25,7 +25,8 @@ from typing import Any, NoReturn
 
 from rstar2.codeenv.jail import confine, frames, runner, seccomp, syscalls
 from rstar2.codeenv.jail.frames import WorkerReply, WorkerRequest
-from rstar2.codeenv.jail.worker import RESULT_FD, JailWorker, RunningCall, cpu_time, spool
+from rstar2.codeenv.jail.running_call import RESULT_FD, RunningCall, cpu_time, spool
+from rstar2.codeenv.jail.worker import JailWorker
 
 _SESSION_FD = 4
 _CREDENTIALS = struct.Struct("iii")
@@ -340,7 +341,6 @@ def _run_in_clone(
         os.dup2(descriptor, target)
     for descriptor in descriptors:
         os.close(descriptor)
-    runner.CountingRaw.wrote = False
     runner.prepare_streams()
     record = runner.execute(source, namespace, limit)
     if record.kind not in (frames.VALUE, frames.NOTHING):

@@ -9,29 +9,39 @@ earlier calls.
     server <--WorkerReply---- worker <--pipes, wait status-- child
 
 Invariants: one call at a time; no process of a call runs after it (strict: all processes of the PID
-namespace are killed); one reply per request; end of file from the server ends the worker.
+namespace are killed); one reply per request; end of file from the server ends the worker. If the
+kernel needs long to end a call's processes, the reply does not wait for it: it asks the server to
+replace the worker, which ends with everything in it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 import os
 import resource
 import select
-import shutil
 import signal
 import socket
 import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from rstar2.codeenv.jail import confine, files, frames, handover, runner, seccomp, syscalls
+from rstar2.codeenv import deadlines
+from rstar2.codeenv.jail import (
+    cgroups,
+    confine,
+    files,
+    frames,
+    handover,
+    runner,
+    seccomp,
+    syscalls,
+)
 from rstar2.codeenv.jail.frames import WorkerReply, WorkerRequest
+from rstar2.codeenv.jail.running_call import RESULT_FD, RunningCall, cpu_time, provide_stdin
+from rstar2.codeenv.jail.scratch import Scratch
 
-RESULT_FD = 3
-_FIRST_FD = 4
 _EAGER_MS = 5
 """Most calls are shorter than this. Until then only the end of the child wakes the worker, because
 small outputs fit into the pipe."""
@@ -39,6 +49,12 @@ _SHARED_COUNT = 1024
 """Slack where RLIMIT_NPROC also counts other processes of the same uid; a pids cgroup is exact."""
 _SCRATCH_CHECK_S = 0.03
 """Longest interval between two checks of the limits in portable, where scratch is checked."""
+_GATHER_MS = 2
+"""Pause between two reads of a program that writes little at a time."""
+_CPU_FD = 202
+_CALL_FILES = 256
+"""Descriptors of a call. The worker may have more: the kernel also compares this limit with the
+descriptors that all processes of the user have in flight, and the worker must be able to send."""
 
 
 class Buffer:
@@ -64,62 +80,6 @@ class Buffer:
         return count > 0
 
 
-class RunningCall:
-    """The child of one call and the pipes to it, as the worker sees them."""
-
-    __slots__ = ("cause", "deadline", "pid", "pidfd", "readers", "request", "started", "writers")
-
-    def __init__(self, request: WorkerRequest) -> None:
-        self.request = request
-        self.cause = frames.EXITED
-        self.pid = 0
-        self.pidfd = -1
-        out, err, record = os.pipe(), os.pipe(), os.pipe()
-        self.readers = (out[0], err[0], record[0])
-        self.writers = (out[1], err[1], record[1])
-        self.started = time.monotonic()
-        self.deadline = self.started + request.wall_s
-
-    def adopt(self, pid: int) -> None:
-        """Remember the child by its pid and a pidfd."""
-        self.pid = pid
-        try:
-            self.pidfd = os.pidfd_open(pid)
-        except OSError:
-            self.pidfd = -1  # it has ended already: its wait status is the result
-
-    def parent_side(self) -> None:
-        """Keep the reading ends only, non-blocking: other processes may hold a writing end."""
-        for writer in self.writers:
-            os.close(writer)
-        for reader in self.readers:
-            os.set_blocking(reader, False)
-
-    def child_side(self) -> None:
-        """Put standard output, error and record on 1 to 3 and close every other descriptor."""
-        out, err, record = self.writers
-        os.dup2(out, 1)
-        os.dup2(err, 2)
-        os.dup2(record, RESULT_FD)
-        os.closerange(_FIRST_FD, 256)
-
-    def kill(self, cause: int) -> None:
-        if self.cause == frames.EXITED:
-            self.cause = cause
-        self.kill_quietly()
-
-    def kill_quietly(self) -> None:
-        if self.pidfd >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.pidfd, 9)
-
-    def close(self) -> None:
-        for reader in self.readers:
-            os.close(reader)
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-
-
 class JailWorker:
     """Serves the requests of one socket until the server closes it."""
 
@@ -139,15 +99,19 @@ class JailWorker:
         self.streams = [Buffer(cap) for _ in range(3)]
         self.files = Buffer(files.MAX_PACKED)
         self.filter = None if spec.forks else seccomp.CallFilter(spec.level)
+        self.call_threads = 0
+        """Threads of a call if the kernel counts them together with those of other workers."""
         self.namespace = runner.fresh_main()
         self.poller = select.poll()
         self.poller.register(control, 0)
         self.served = 0
         self.base_as = 0
         self.base_rss_kb = 0
-        self.clean_mark = 0
-        self.fixtures: set[str] = set()
-        """Permanent entries of scratch: paths to an interpreter that is installed below it."""
+        self.scratch: Scratch
+        """Opened inside the jail."""
+        self.cores = min(len(os.sched_getaffinity(0)), spec.processes or 1)
+        """Cores that one call can use at the same time."""
+        self.cpu_file = _open_cpu_usage(spec)
 
     # ------------------------------------------------------------------ the loop
 
@@ -172,34 +136,34 @@ class JailWorker:
     def answer(self, request: WorkerRequest) -> None:
         """Run one plain call or verification and reply."""
         if request.files and not files.place(self.given_files(request)):
-            clean = self._clean_scratch()
+            clean = self.scratch.restore()
             self.send(WorkerReply(request.seq, 0, frames.FILES, not clean, 0, 0, 0, 0.0, 0.0, 0.0))
             return
-        self.reply(*self._run(request))
+        call = self._start(request)
+        self.watch(call, call.pidfd)
+        status, cpu_s, peak_kb, ended = self._end(call)
+        self._drain(call)
+        call.close()
+        wall_s = time.monotonic() - call.started
+        left_out = 0
+        if request.collect and ended:
+            given = self.given_files(request)
+            self.files.used, left_out = files.collect(given, self.files.view, self.scratch.keep)
+        clean = ended and self.scratch.restore()
+        out, err, record = self.streams
+        peak = (peak_kb - self.base_rss_kb) / 1024
+        self.send(
+            WorkerReply(
+                request.seq, status, call.cause, 0 if clean else 1,
+                out.used, err.used, record.used, wall_s, cpu_s, peak if peak > 0 else 0.0,
+                self.files.used, left_out,
+            )
+        )  # fmt: skip
 
     def given_files(self, request: WorkerRequest) -> memoryview:
         """The packed files of a request, in the buffer of its body."""
         start = request.name + request.code + request.stdin
         return self.body.view[start : start + request.files]
-
-    def reply(self, call: RunningCall, status: int, usage: resource.struct_rusage) -> None:
-        """Clean scratch, then send the reply."""
-        out, err, record = self.streams
-        wall = time.monotonic() - call.started
-        left_out = 0
-        if call.request.collect:
-            given = self.given_files(call.request)
-            self.files.used, left_out = files.collect(given, self.files.view, self.fixtures)
-        clean = self._clean_scratch()
-        cpu = usage.ru_utime + usage.ru_stime
-        peak = (usage.ru_maxrss - self.base_rss_kb) / 1024
-        self.send(
-            WorkerReply(
-                call.request.seq, status, call.cause, 0 if clean else 1,
-                out.used, err.used, record.used, wall, cpu, peak if peak > 0 else 0.0,
-                self.files.used, left_out,
-            )
-        )  # fmt: skip
 
     def send(self, header: WorkerReply) -> None:
         """Send the header and the streams together, then empty the buffers."""
@@ -231,19 +195,33 @@ class JailWorker:
 
     # ------------------------------------------------------------------ one call
 
-    def _run(self, request: WorkerRequest) -> tuple[RunningCall, int, resource.struct_rusage]:
+    def _start(self, request: WorkerRequest) -> RunningCall:
         call = RunningCall(request)
         pid = confine.fork()
         if pid == 0:
             self._child(call)
         call.adopt(pid)
         call.parent_side()
-        self.watch(call, call.pidfd)
-        _, status, usage = os.wait4(pid, 0)
-        self.sweep()
-        self._drain(call)
-        call.close()
-        return call, status, usage
+        return call
+
+    def _end(self, call: RunningCall) -> tuple[int, float, int, bool]:
+        """Reap a call and all its processes: wait status, CPU seconds, peak memory in KB.
+
+        False as the last value: some of them have not ended TEARDOWN_S after they were killed.
+        """
+        give_up = time.monotonic() + deadlines.TEARDOWN_S
+        if call.cause != frames.EXITED:
+            if self.spec.forks:
+                syscalls.libc.kill(-1, 9)
+            if not _readable(call.pidfd, deadlines.TEARDOWN_S):
+                return int(signal.SIGKILL), self.cpu_used(call), 0, False
+        _, status, usage = os.wait4(call.pid, 0)
+        call.pid = 0  # the kernel may give the number to another process
+        swept_s = self.sweep(give_up)
+        cpu_s = usage.ru_utime + usage.ru_stime + (swept_s or 0.0)
+        if call.cpu_before is not None:
+            cpu_s = max(cpu_s, self.cpu_used(call))
+        return status, cpu_s, usage.ru_maxrss, swept_s is not None
 
     def _child(self, call: RunningCall) -> NoReturn:
         """In the forked child: set up streams, limits and filter, then run the program."""
@@ -255,8 +233,7 @@ class JailWorker:
             stdin = bytes(self.body.view[start : start + request.stdin])
             call.child_side()
             self.body.drop()
-            if stdin:
-                provide_stdin(stdin)
+            provide_stdin(stdin)
             self.confine(request)
             if request.kind == frames.VERIFY:
                 self.verify(source, RESULT_FD)
@@ -270,13 +247,17 @@ class JailWorker:
     def limit_all(self) -> None:
         """Set the limits that every call of this worker inherits and that bind the worker too."""
         memory = self.base_as + (self.spec.memory_mb << 20)
-        counted_here = self.spec.level == "strict" and not self.spec.group.pids
+        strict = self.spec.level == "strict"
+        counted_here = strict and not self.spec.group.pids
         threads = self.spec.processes + (1 if counted_here else _SHARED_COUNT)
         _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
         if hard != resource.RLIM_INFINITY:
             threads = min(threads, hard)
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-        resource.setrlimit(resource.RLIMIT_NPROC, (threads, threads))
+        if not strict and not self.spec.group.pids:
+            self.call_threads = threads  # set per call: the worker itself can always fork
+        else:
+            resource.setrlimit(resource.RLIMIT_NPROC, (threads, threads))
 
     def confine(self, request: WorkerRequest) -> None:
         """Set the limits of a call and, without a PID namespace or control groups, its filter."""
@@ -284,6 +265,9 @@ class JailWorker:
         resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
         size = request.file_mb << 20
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_CALL_FILES, _CALL_FILES))
+        if self.call_threads:
+            resource.setrlimit(resource.RLIMIT_NPROC, (self.call_threads, self.call_threads))
         if self.filter is not None:
             if self.spec.level != "strict":
                 confine.die_with_parent()
@@ -308,6 +292,9 @@ class JailWorker:
         poller = self.poller
         cap = frames.output_cap(call.request.output_chars)
         streams = dict(zip(call.readers, self.streams, strict=True))
+        ends = select.poll()
+        ends.register(end, select.POLLIN)
+        ends.register(self.control, 0)
         for descriptor in call.readers:
             poller.register(descriptor, select.POLLIN)
         try:
@@ -329,6 +316,7 @@ class JailWorker:
                     elif streams[descriptor].used > cap:
                         call.kill(frames.OUTPUT)
                         return False
+                ends.poll(_GATHER_MS)
         finally:
             for descriptor in streams:
                 poller.unregister(descriptor)
@@ -342,24 +330,51 @@ class JailWorker:
             return None
         if self.spec.level != "strict":
             left = min(left, _SCRATCH_CHECK_S)
-            if self._scratch_used() > self.spec.scratch_mb << 20:
+            if self.scratch.exceeds(self.spec.scratch_mb << 20):
                 call.kill(frames.SCRATCH)
                 return None
-        if request.cpu_s < request.wall_s:
-            spare = request.cpu_s - cpu_time(call.pid)
+        if request.cpu_s < request.wall_s * self.cores:
+            spare = request.cpu_s - self.cpu_used(call)
             if spare <= 0:
                 call.kill(frames.CPU)
                 return None
-            left = min(left, max(spare / 2, 0.005))
+            left = min(left, max(spare / self.cores, 0.005))
         return left
 
-    def sweep(self) -> None:
-        """Kill and reap every process that the call left running in this PID namespace."""
+    def cpu_used(self, call: RunningCall) -> float:
+        """CPU seconds of a call: with all its processes where a control group counts them.
+
+        The group is read for the first time when a call has run for _EAGER_MS, so that short calls
+        cost nothing; what other processes of the call used before then is not counted.
+        """
+        own = cpu_time(call.pid) if call.pid else 0.0
+        if self.cpu_file < 0:
+            return own
+        everything = cgroups.cpu_usage(self.cpu_file) - time.process_time()
+        if call.cpu_before is None:
+            call.cpu_before = everything - own
+        return max(own, everything - call.cpu_before)
+
+    def sweep(self, give_up: float) -> float | None:
+        """Kill and reap every process that the call left running in this PID namespace.
+
+        Returns their CPU seconds; None if some have not ended at the time `give_up`.
+        """
+        cpu_s = 0.0
         if not self.spec.forks:
-            return
+            return cpu_s
         while syscalls.libc.kill(-1, 9) == 0:  # through libc: no exception in the usual case
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(-1, 0)
+            try:
+                pid, _, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                pid = 0  # only descendants whose parents have not ended yet
+            if pid:
+                cpu_s += usage.ru_utime + usage.ru_stime
+            elif time.monotonic() > give_up:
+                return None
+            else:
+                time.sleep(0.0005)
+        return cpu_s
 
     def _drain(self, call: RunningCall) -> None:
         """Read what is left in the pipes of a call that has ended; one read empties a pipe."""
@@ -377,80 +392,26 @@ class JailWorker:
             os._exit(0)
         _, _, usage = os.wait4(pid, 0)
         self.base_rss_kb = usage.ru_maxrss
-        self.clean_mark = self._scratch_mark()
-        if self.spec.level == "strict":
-            self.fixtures = set(os.listdir(confine.SCRATCH_INSIDE))
-
-    def _scratch_mark(self) -> int:
-        """A number that changes when a call leaves something in scratch."""
-        if self.spec.level != "strict":
-            return len(os.listdir("."))
-        mark = 0
-        for path in (confine.SCRATCH_INSIDE, "/dev/shm"):
-            info = os.statvfs(path)
-            mark += info.f_files - info.f_ffree
-        return mark
-
-    def _scratch_used(self) -> int:
-        """Bytes in the scratch directory (portable); each entry counts at least 4 KB."""
-        total = entries = 0
-        stack = ["."]
-        while stack and entries < 100_000:
-            try:
-                with os.scandir(stack.pop()) as listing:
-                    for entry in listing:
-                        entries += 1
-                        info = entry.stat(follow_symlinks=False)
-                        total += max(info.st_blocks * 512, 4096)
-                        if entry.is_dir(follow_symlinks=False):
-                            stack.append(entry.path)
-            except OSError:
-                continue  # it changed during the scan; the next check counts it
-        return total
-
-    def _clean_scratch(self) -> bool:
-        """Empty scratch; False if that fails and the worker must be replaced."""
-        if self._scratch_mark() == self.clean_mark:
-            return True
-        places = [confine.SCRATCH_INSIDE, "/dev/shm"] if self.spec.level == "strict" else ["."]
-        try:
-            for place in places:
-                for name in set(os.listdir(place)) - self.fixtures:
-                    path = os.path.join(place, name)
-                    if os.path.isdir(path) and not os.path.islink(path):
-                        shutil.rmtree(path)
-                    else:
-                        os.unlink(path)
-        except (OSError, RecursionError):
-            return False
-        return self._scratch_mark() == self.clean_mark
+        strict = self.spec.level == "strict"
+        places = (confine.SCRATCH_INSIDE, "/dev/shm") if strict else (".",)
+        self.scratch = Scratch(places, on_tmpfs=strict)
 
 
-def cpu_time(pid: int) -> float:
-    """CPU seconds of another process, from its CPU clock (see clock_getcpuclockid)."""
-    try:
-        return time.clock_gettime((~pid << 3) | 2)
-    except OSError:
-        return 0.0
+def _open_cpu_usage(spec: confine.JailSpec) -> int:
+    """The file with the CPU time of the worker's control group; -1 without one.
+
+    It must be opened before the jail is entered.
+    """
+    path = spec.group.cpu_usage_file
+    if path is None:
+        return -1
+    opened = os.open(path, os.O_RDONLY)
+    kept = os.dup2(opened, _CPU_FD, inheritable=False)
+    os.close(opened)
+    return kept
 
 
-def spool(data: bytes) -> int:
-    """A descriptor to read `data` from: a pipe if the data fits, else an unlinked file."""
-    if len(data) <= 1 << 16:
-        reader, writer = os.pipe()
-        os.write(writer, data)
-        os.close(writer)
-        return reader
-    reader = os.open(".", os.O_TMPFILE | os.O_RDWR, 0o600)
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(reader, rest) :]
-    os.lseek(reader, 0, os.SEEK_SET)
-    return reader
-
-
-def provide_stdin(data: bytes) -> None:
-    """Put `data` on descriptor 0."""
-    reader = spool(data)
-    os.dup2(reader, 0)
-    os.close(reader)
+def _readable(descriptor: int, wait_s: float) -> bool:
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(wait_s * 1000))

@@ -16,7 +16,6 @@ import gc
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -29,6 +28,7 @@ from rstar2.codeenv.jail import (
     handover,
     heap,
     runner,
+    scratch,
     session,
     verify,
     warmup,
@@ -204,6 +204,7 @@ class Zygote:
     def _become_worker(self, spec: Any, descriptor: int, go: int) -> NoReturn:
         """In the worker: enter the jail and serve. A failure is reported on the worker's socket."""
         os.read(go, 1)  # wait until this process is a child of the zygote
+        os.setsid()  # signals to its process group must not reach the zygote and other workers
         control = socket.socket(fileno=os.dup(descriptor))
         try:
             null = os.open("/dev/null", os.O_RDWR)
@@ -234,9 +235,10 @@ class Zygote:
 
     def close(self) -> None:
         """Kill and reap every worker and remove their control groups and scratch directories."""
-        for pidfd, (pid, spec) in self.workers.items():
+        for pidfd in self.workers:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        for pid, spec in self.workers.values():
             os.waitpid(pid, 0)
             _remove_traces(spec)
         self.workers.clear()
@@ -248,4 +250,5 @@ def _remove_traces(spec: Any) -> None:
     for directory in spec.group.directories:
         cgroups.remove(directory)
     if spec.level == "portable":
-        shutil.rmtree(spec.scratch, ignore_errors=True)
+        with contextlib.suppress(OSError):  # the server tries again when it stops, and logs it
+            scratch.remove_tree(spec.scratch)

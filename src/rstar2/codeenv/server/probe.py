@@ -7,17 +7,19 @@ process; the reason names a namespace that could not be created.
 from __future__ import annotations
 
 import functools
+import logging
 import os
-import shutil
 import stat
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rstar2.codeenv.jail import cgroups, confine, landlock, syscalls
+from rstar2.codeenv.jail import cgroups, confine, landlock, scratch, syscalls
 from rstar2.codeenv.protocol import Isolation
 from rstar2.errors import IsolationError
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Probe:
     namespaces: str | None
     pidfd: str | None
     cgroups: tuple[str, ...]
-    """Controllers with which limits can be set: memory, pids."""
+    """Usable controllers: memory and pids set limits, cpuacct (version 1) counts CPU time."""
     huge_pages: str
 
 
@@ -53,7 +55,11 @@ def probe() -> Probe:
         machine=syscalls.MACHINE,
         kernel=os.uname().release,
         root=os.geteuid() == 0,
-        landlock_abi=landlock.abi() if syscalls.MACHINE in syscalls.AUDIT_ARCH else 0,
+        landlock_abi=(
+            min(landlock.abi(), newest_landlock_abi())
+            if syscalls.MACHINE in syscalls.AUDIT_ARCH
+            else 0
+        ),
         seccomp=_tried(_try_seccomp),
         namespaces=_tried(_try_namespaces),
         pidfd=_tried(lambda: os.close(os.pidfd_open(os.getpid()))),
@@ -96,7 +102,7 @@ def _advice(features: Probe) -> tuple[str, ...]:
             "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns=0), "
             "or in a container add CAP_SYS_ADMIN or a seccomp profile that allows unshare."
         )
-    if set(features.cgroups) != {"memory", "pids"}:
+    if not {"memory", "pids"} <= set(features.cgroups):
         advice.append(
             "For child processes inside calls: give the service a delegated control group with "
             "memory and pids (systemd-run --user -p Delegate=yes, or run as root)."
@@ -127,11 +133,33 @@ def _open_to_all(path: str) -> bool:
     )
 
 
+def newest_landlock_abi() -> int:
+    """The newest ABI of Landlock to use. Tests lower it to that of an older kernel."""
+    return int(os.environ.get("RSTAR2_TEST_LANDLOCK_ABI", landlock.NEWEST_ABI))
+
+
 def sweep_runtime() -> None:
-    """Remove runtime directories of servers that have ended."""
-    for entry in Path(tempfile.gettempdir()).glob("rstar2-codeenv-*-*-*"):
-        if not cgroups.owner_alive(entry.name):
-            shutil.rmtree(entry, ignore_errors=True)
+    """Remove this user's runtime directories of servers that have ended."""
+    for entry in Path(tempfile.gettempdir()).glob(f"{cgroups.PREFIX}*-*-*"):
+        if not cgroups.owner_alive(entry.name) and _is_ours(entry):
+            remove_runtime(str(entry))
+
+
+def _is_ours(entry: Path) -> bool:
+    try:
+        return entry.lstat().st_uid == os.geteuid()
+    except FileNotFoundError:
+        return False  # another server that starts at the same time has removed it
+
+
+def remove_runtime(directory: str) -> None:
+    """Remove a runtime directory. One that cannot be removed is logged and stops nothing."""
+    try:
+        scratch.remove_tree(directory)
+    except FileNotFoundError:
+        return  # another server that starts at the same time has removed it
+    except OSError as error:
+        _log.warning("%s could not be removed: %s; delete it by hand", directory, error)
 
 
 def _tried(action: Callable[[], object]) -> str | None:
@@ -170,7 +198,7 @@ def _try_namespaces() -> None:
         if status:
             raise OSError(Path(runtime, "error").read_text())
     finally:
-        shutil.rmtree(runtime, ignore_errors=True)
+        remove_runtime(runtime)
 
 
 def _enter_trial(runtime: str) -> None:

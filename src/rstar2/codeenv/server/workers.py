@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import shutil
 import signal
 import tempfile
 import time
@@ -213,7 +212,7 @@ class WorkerPool:
         await self._zygotes.close()
         await asyncio.get_running_loop().run_in_executor(None, self._tree.close)
         if self.directory:
-            shutil.rmtree(self.directory, ignore_errors=True)
+            await asyncio.to_thread(probe.remove_runtime, self.directory)
 
     def warm(self, flavour: str) -> bool:
         """True if a zygote of this flavour is ready."""
@@ -271,6 +270,7 @@ class WorkerPool:
             uid=probe.worker_uid(self.isolation, _UID_FIRST + (os.getpid() * 37 + number) % _UIDS),
             group=group,
             session=session,
+            landlock_abi=probe.newest_landlock_abi(),
         )
         link = WorkerLink(spec, flavour)
         try:
