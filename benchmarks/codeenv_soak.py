@@ -1,11 +1,17 @@
 """A long mixed load while processes are killed: no call lost, swapped or executed twice.
 
     python benchmarks/codeenv_soak.py --calls 50000 [--quick] [--json] [--no-bombs]
+    python benchmarks/codeenv_soak.py --isolation portable --user 65534
+    python tests/attacks/cell.py user benchmarks/codeenv_soak.py --isolation strict
 
 5% of the calls never end, 2% allocate too much memory, 1% are fork bombs; every other call has a
 result that only its own id can give. During the load, random workers and zygotes are killed with
 -9, and once, in the middle, the server itself (the client that owns it restarts it). At the end
 the server is closed, and the benchmark looks for processes and files that it left.
+
+`--user` starts everything as an ordinary user, who has no control groups. That user must be able to
+read the interpreter; where it is installed in root's home directory, the third command runs the
+soak as an ordinary user in a disposable cell.
 
 Fork bombs run inside the jail only. `--no-bombs` omits them where the jail is not trusted yet.
 """
@@ -251,7 +257,8 @@ class Soak:
 async def soak(args: argparse.Namespace) -> int:
     rng = random.Random(args.seed)
     mounts_before = mounts()
-    client = await CodeEnvClient.start(CodeEnvConfig(slots=args.slots))
+    config = CodeEnvConfig(slots=args.slots, isolation=args.isolation)
+    client = await CodeEnvClient.start(config)
     run = Soak(client, kinds(args.calls, args.bombs, rng), rng)
     started = time.perf_counter()
     helpers = [asyncio.create_task(run.watch()), asyncio.create_task(run.kill(args.kill_every))]
@@ -270,7 +277,7 @@ async def soak(args: argparse.Namespace) -> int:
     for text in (*run.tally.lost[:5], *run.tally.wrong[:5], *run.tally.unfitting[:5], *left):
         say(f"  {text}")
     return finish("code environment, soak", _rows(run, args, elapsed, left, mounts_before), args, {
-        "isolation": client.isolation, "outcomes": dict(run.tally.outcomes),
+        "isolation": client.isolation, "uid": os.geteuid(), "outcomes": dict(run.tally.outcomes),
         "killed": dict(run.killed), "retries": dict(client.stats.retries),
     })  # fmt: skip
 
@@ -312,6 +319,15 @@ def _rows(
     ]  # fmt: skip
 
 
+def become(uid: int) -> None:
+    """Give up root for an ordinary user who can read the interpreter."""
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    if not os.access(sys.executable, os.X_OK):
+        sys.exit(f"--user {uid}: this user cannot execute {sys.executable}; use a cell (see above)")
+
+
 def main() -> int:
     parser = arguments(__doc__.split("\n")[0])
     parser.add_argument("--calls", type=int, default=50_000)
@@ -322,7 +338,18 @@ def main() -> int:
         "--kill-every", type=int, default=100, help="Number of calls between two kills."
     )
     parser.add_argument("--no-bombs", dest="bombs", action="store_false")
+    parser.add_argument(
+        "--isolation",
+        choices=("auto", "strict", "portable"),
+        default="auto",
+        help="Isolation level of the server.",
+    )
+    parser.add_argument(
+        "--user", type=int, metavar="UID", help="Run as this ordinary user; needs root."
+    )
     args = parser.parse_args()
+    if args.user is not None:
+        become(args.user)
     if args.quick:
         args.calls = min(args.calls, 2000)
     return asyncio.run(soak(args))

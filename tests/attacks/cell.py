@@ -1,6 +1,7 @@
 """A disposable cell around the code environment under attack: an escape from the jail ends here.
 
-    python cell.py VARIANT      requests on stdin, answers on stdout, one JSON object per line
+    python cell.py VARIANT                      requests on stdin, answers on stdout (JSON lines)
+    python cell.py VARIANT PROGRAM ARGUMENTS    another Python program instead, such as a benchmark
 
 The cell has its own PID, mount, network, IPC, UTS and cgroup namespaces (and a user namespace
 unless started by root), an overlay of the root on a tmpfs, which discards all writes, its own
@@ -98,7 +99,8 @@ def init(variant: str, base: Path) -> NoReturn:
                 os.setgroups([])
                 os.setresgid(USER, USER, USER)
                 os.setresuid(USER, USER, USER)
-            os.execv(sys.executable, [sys.executable, str(HERE / "cell_server.py")])
+            program = sys.argv[2:] or [str(HERE / "cell_server.py")]
+            os.execv(sys.executable, [sys.executable, *program])
     except BaseException as error:  # noqa: BLE001 - reported to the fixture
         print(f"no cell: {error}", file=sys.stderr, flush=True)
         os._exit(3)
@@ -188,4 +190,5 @@ def bring_up_loopback() -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.argv[2:3] = [str(Path(program).resolve()) for program in sys.argv[2:3]]
     sys.exit(main(sys.argv[1]))

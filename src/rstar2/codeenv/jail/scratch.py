@@ -10,15 +10,21 @@ and times that they had before the first call. Otherwise the worker must be repl
 
 from __future__ import annotations
 
+import math
 import os
 import stat
+import time
 from collections.abc import Callable, Collection
+
+from rstar2.codeenv import deadlines
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SMALLEST = 4096
 """Bytes that an entry counts at least: empty files and directories take space, too."""
 _MOST_BLIND = 20
 """Incomplete counts in a row after which a program is taken to hide its files."""
+_MOST_NESTED = 256
+"""Landlock checks every directory on the way to the root, so that deep trees make it slow."""
 
 
 class MovedError(OSError):
@@ -26,7 +32,7 @@ class MovedError(OSError):
 
 
 class ScratchFullError(Exception):
-    """A program's files take more space than it may use."""
+    """A program's files take more space, or are nested more deeply, than allowed."""
 
 
 def walk(
@@ -73,11 +79,16 @@ def _identity(descriptor: int) -> tuple[int, int]:
     return info.st_dev, info.st_ino
 
 
-def empty(top: int, keep: Collection[str] = ()) -> None:
-    """Remove everything in a directory but the entries `keep`; OSError if that fails."""
+def empty(top: int, keep: Collection[str] = (), give_up: float = math.inf) -> None:
+    """Remove everything in a directory but the entries `keep`.
+
+    OSError if that fails, TimeoutError (an OSError) at the monotonic time `give_up`.
+    """
     spared = set(keep)
 
     def remove_files(here: int) -> list[str]:
+        if time.monotonic() > give_up:
+            raise TimeoutError("scratch could not be emptied in time")
         with os.scandir(here) as listing:
             entries = [entry for entry in listing if entry.name not in spared]
         spared.clear()  # the first directory is `top`
@@ -135,7 +146,7 @@ class ScratchDirectory:
         info = os.fstat(self.descriptor)
         return info.st_mode, info.st_uid, info.st_gid, info.st_atime_ns, info.st_mtime_ns
 
-    def restore(self) -> bool:
+    def restore(self, give_up: float) -> bool:
         """Undo what a call did to the directory and in it; False if that is impossible."""
         if self._metadata() == self._state and self._count() == self._entries:
             return True
@@ -143,7 +154,7 @@ class ScratchDirectory:
         try:
             os.fchmod(self.descriptor, stat.S_IMODE(mode))
             if self._count() != self._entries:
-                empty(self.descriptor, self.keep)
+                empty(self.descriptor, self.keep, give_up)
             os.utime(self.descriptor, ns=(accessed, modified))
         except OSError:
             return False
@@ -164,14 +175,16 @@ class Scratch:
 
     def restore(self) -> bool:
         """Undo what a call did; False if the worker must be replaced."""
-        return all(directory.restore() for directory in self._directories)
+        give_up = time.monotonic() + deadlines.TEARDOWN_S
+        return all(directory.restore(give_up) for directory in self._directories)
 
     def exceeds(self, limit: int) -> bool:
         """Whether a running program's files take more than `limit` bytes, or cannot be counted."""
-        total = 0
+        total = depth = 0
 
         def add(here: int) -> list[str]:
-            nonlocal total
+            nonlocal total, depth
+            depth += 1
             directories = []
             with os.scandir(here) as listing:
                 for entry in listing:
@@ -187,11 +200,17 @@ class Scratch:
             return directories
 
         def enter(name: str, here: int) -> int:
+            if depth > _MOST_NESTED:
+                raise ScratchFullError
             return os.open(name, _DIRECTORY, dir_fd=here)
+
+        def leave(name: str, here: int) -> None:
+            nonlocal depth
+            depth -= 1
 
         try:
             for directory in self._directories:
-                walk(directory.descriptor, add, enter, lambda name, here: None)
+                walk(directory.descriptor, add, enter, leave)
         except (ScratchFullError, PermissionError):
             return True  # PermissionError: a directory that even its owner cannot read
         except OSError:  # it changed during the walk; usually the next check can count it

@@ -404,7 +404,9 @@ def limits_hit(cause: int, limits: Limits) -> tuple[Outcome, str] | None:
         cap = frames.output_cap(limits.output_chars or 0)
         return Outcome.OUTPUT_LIMIT, f"Stopped after printing more than {cap} bytes."
     if cause == frames.SCRATCH:
-        return Outcome.KILLED, f"Stopped: its files took more than {limits.scratch_mb} MB."
+        return Outcome.KILLED, (
+            f"Stopped: its files took more than {limits.scratch_mb} MB or could not be counted."
+        )
     if cause == frames.PROCESSES:
         return Outcome.KILLED, "Stopped: it started more processes than it may."
     if cause == frames.FILES:
