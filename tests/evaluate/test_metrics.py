@@ -96,3 +96,17 @@ def test_valid_calls_are_those_that_could_be_executed() -> None:
     mixed = rollout(1.0, (Outcome.OK, Outcome.TIMEOUT, Outcome.BAD_JSON, Outcome.INFRASTRUCTURE))
     made = summarise([group("a", mixed)], stage="sft", step=1, mode="greedy")
     assert made.valid_calls == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(("rewards", "mean"), [((2.5, 2.5), 2.5), ((-1.0, -1.0), -1.0)])
+def test_equal_rewards_outside_of_0_to_1_have_a_mean(
+    rewards: tuple[float, ...], mean: float
+) -> None:
+    estimate = average_at_k([group("k", rollout(reward)) for reward in rewards])
+    assert (estimate.mean, estimate.low, estimate.high) == (mean, mean, mean)
+
+
+def test_any_rewards_have_an_interval() -> None:
+    estimate = average_at_k([group("k", rollout(reward)) for reward in (-2.0, 0.5, 3.0)])
+    assert estimate.mean == 0.5
+    assert estimate.low < 0.5 < estimate.high

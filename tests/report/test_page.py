@@ -14,7 +14,7 @@ from rich.console import Console
 from rstar2.config import load_recipe
 from rstar2.record import RunDirectory
 from rstar2.report import end_table, write_report
-from rstar2.report.page import choose_examples
+from rstar2.report.page import choose_examples, figures
 from rstar2.report.summary import duration, summarise
 
 MakeRun = Callable[..., Path]
@@ -187,3 +187,14 @@ def test_without_sft_the_first_row_is_the_base_model(make_run: MakeRun) -> None:
     text = console.file.getvalue()
     assert re.search(r"^ *base ", text, re.MULTILINE)
     assert not re.search(r"^ *sft ", text, re.MULTILINE)
+
+
+def test_rewards_of_any_size_are_drawn_as_numbers(make_run: MakeRun) -> None:
+    run = make_run("any-reward", stop_after=6)
+    figure = next(figures(summarise(run)))
+    assert (figure.title, "%" in figure.chart) == ("Reward", True)
+    text = re.sub(r'"reward":[0-9.]+', '"reward":-3.5', (run / "metrics.jsonl").read_text())
+    (run / "metrics.jsonl").write_text(text)
+    figure = next(figures(summarise(run)))
+    assert "-3.5" in figure.chart
+    assert "350" not in figure.chart

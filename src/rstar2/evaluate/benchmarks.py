@@ -103,7 +103,7 @@ def load_benchmark(text: str, count: int | None = None) -> Benchmark:
     if published is not None and len(problems) != published.rows:
         raise DataError(f"{name} has {published.rows} problems, {place} has {len(problems)}")
     for problem in problems:
-        check_gold(problem)
+        check_gold(problem, place)
     return Benchmark(name, place, problems if count is None else problems[:count])
 
 

@@ -48,14 +48,16 @@ def bootstrap(values: Sequence[float]) -> Estimate:
 
 
 def average_at_k(groups: Iterable[Group]) -> Estimate:
-    """Mean over problems of the share of correct answers; those without a reward are excluded."""
+    """Mean over problems of their mean reward (with rewards of 0 and 1: the share of correct
+    answers); problems without a reward are excluded."""
     return shares([math.fsum(g.rewards) / len(g.rewards) for g in groups if g.rewards])
 
 
 def shares(values: Sequence[float]) -> Estimate:
-    """Mean of one share per problem: Wilson if all are 0 or 1 or equal, else bootstrap."""
+    """Mean of one value per problem: Wilson if all are 0 or 1 or equal shares, else bootstrap."""
     whole = all(value in (0.0, 1.0) for value in values)
-    if whole or len(set(values)) == 1:  # a bootstrap of equal values has no width
+    equal = len(set(values)) == 1 and 0.0 <= values[0] <= 1.0
+    if whole or equal:  # a bootstrap of equal values has no width
         return wilson(math.fsum(values), len(values))
     return bootstrap(values)
 

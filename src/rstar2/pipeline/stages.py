@@ -169,6 +169,8 @@ async def evaluation_metrics(training: Training, stage: str, step: int) -> dict[
             metrics[name] = result.failing_calls_in_correct
     if not all(map(math.isfinite, metrics.values())):
         raise InfrastructureError(f"evaluation at step {step} of {stage}: nothing could be graded")
+    shown = ", ".join(f"{mode} {100 * metrics[f'evaluation/{mode}']:.1f}%" for mode in modes)
+    training.view.note(f"{stage} step {step}: {shown} on held-out problems")
     metrics["time/evaluate"] = monotonic() - started
     return metrics
 

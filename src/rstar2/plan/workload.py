@@ -117,11 +117,13 @@ def stage_loads(recipe: Recipe, assume: Assumptions) -> tuple[StageLoad, ...]:
 
 
 def evaluation_load(recipe: Recipe, assume: Assumptions) -> StageLoad:
-    """One evaluation; there is one after SFT and one after every stage."""
+    """One evaluation; `steps` counts those after SFT and every stage, and `evaluation.every`."""
     config = recipe.evaluation
+    rl_steps = sum(stage.steps for stage in recipe.rl.stages)
+    during = rl_steps // config.every + (recipe.sft is not None) if config.every else 0
     return StageLoad(
         name="evaluation",
-        steps=len(recipe.rl.stages) + (recipe.sft is not None),
+        steps=len(recipe.rl.stages) + (recipe.sft is not None) + during,
         max_length=config.max_length,
         drawn=config.count * (config.samples + config.greedy),
         kept=0,

@@ -188,10 +188,7 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
 
 def figures(summary: Summary) -> Iterator[Figure]:
     """The curves over all RL steps."""
-    yield _curve(
-        summary, "Reward", "Share of correct answers among all rollouts of a step.",
-        {"reward": "reward"}, svg.percent, (0.0, 1.0),
-    )  # fmt: skip
+    yield _reward_figure(summary)
     yield _accuracy_figure(summary)
     yield _curve(
         summary, "Tool-error rate", "Failed tool calls as a share of all tool calls.",
@@ -225,6 +222,16 @@ def figures(summary: Summary) -> Iterator[Figure]:
         loss = svg.Series("loss", summary.sft.x(), summary.sft.y("loss"), 3, smooth=9)
         chart = svg.line_chart([loss], title="SFT loss", log=True)
         yield Figure("SFT loss", "Logarithmic scale.", chart)
+
+
+def _reward_figure(summary: Summary) -> Figure:
+    """Rewards of 0 to 1 as shares, other rewards as numbers."""
+    rewards = [y for stage in summary.stages for y in stage.y("reward") if y is not None]
+    if all(0.0 <= reward <= 1.0 for reward in rewards):
+        note = "Share of correct answers among all rollouts of a step."
+        return _curve(summary, "Reward", note, {"reward": "reward"}, svg.percent, (0.0, 1.0))
+    note = "Mean over all rollouts of a step."
+    return _curve(summary, "Reward", note, {"reward": "reward"}, svg.number, None)
 
 
 def _accuracy_figure(summary: Summary) -> Figure:
