@@ -21,6 +21,7 @@ one that belongs to a single module is defined there, and the drawing names that
     │   ├── CodeEnvError                           no server could execute a tool call
     │   │   ├── QueueFullError                     back-pressure: try again after retry_after_s
     │   │   ├── IsolationError                     the requested isolation level is not available
+    │   │   ├── SessionLostError                   a session ended; its state is gone
     │   │   ├── WorkerLostError [codeenv.server.zygotes]  a worker exited without a reply
     │   │   └── TransportError [codeenv.client.endpoint]  a server could not be reached
     │   ├── WeightUpdateError                      an engine's probe does not match the learner
@@ -85,6 +86,10 @@ class QueueFullError(CodeEnvError):
 
 class IsolationError(CodeEnvError):
     """The requested isolation level is not available on this machine."""
+
+
+class SessionLostError(CodeEnvError):
+    """A session of the code environment ended with its process, worker or server."""
 
 
 class WeightUpdateError(InfrastructureError):

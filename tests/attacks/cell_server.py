@@ -30,7 +30,7 @@ from rstar2.codeenv.server import probe  # noqa: E402
 from rstar2.codeenv.server.calls import CallTable  # noqa: E402
 from rstar2.codeenv.server.executor import WorkerExecutor  # noqa: E402 - after the secret
 from rstar2.config import CodeEnvConfig  # noqa: E402
-from rstar2.errors import UserError  # noqa: E402
+from rstar2.errors import CodeEnvError, UserError  # noqa: E402
 from rstar2.types import Limits, encode  # noqa: E402
 
 INSTALLED = {Path(path).parts[2] for path in confine.readable_paths() if path.startswith("/tmp/")}
@@ -167,6 +167,34 @@ class Server:
     async def do_open(self) -> Any:
         return (await self.executor.open_session(None, None)).id
 
+    async def do_branch(self, session: str) -> Any:
+        return (await self.executor.branch_session(session, None)).id
+
+    async def do_refused_branch(self, session: str) -> Any:
+        """The error of a branch that must fail."""
+        try:
+            await self.executor.branch_session(session, None)
+        except CodeEnvError as error:
+            return f"{error.name}: {error}"
+        return ""
+
+    async def do_abandon(self, **order: Any) -> Any:
+        """Run a program in the only session and leave while it runs."""
+        (link,) = [link for link in self.executor.workers.links if link.spec.session]
+        run = asyncio.create_task(self.do_run(**order))
+        async with asyncio.timeout(PATIENCE_S):
+            while not link.busy:  # noqa: ASYNC110 (the link offers no event)
+                await asyncio.sleep(0.01)
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+
+    async def do_end_session_worker(self) -> Any:
+        """Kill the worker of the only session, and wait until it has ended."""
+        (link,) = [link for link in self.executor.workers.links if link.spec.session]
+        os.kill(link.pid, signal.SIGKILL)
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.shield(link.exited)
+
     async def do_close_session(self, session: str) -> Any:
         with contextlib.suppress(UserError):
             await self.executor.close_session(session)
@@ -176,7 +204,8 @@ class Server:
         (link,) = [link for link in self.executor.workers.links if link.spec.session]
         before = len(_children(link.pid))
         run = asyncio.create_task(self.do_run(**order))
-        for number, more in ((signal.SIGSTOP, 1), (signal.SIGKILL, 20)):
+        copies = 20 if link.spec.forks else 1  # the stopped worker allows no copies
+        for number, more in ((signal.SIGSTOP, 1), (signal.SIGKILL, copies)):
             async with asyncio.timeout(PATIENCE_S):
                 while len(_children(link.pid)) < before + more and not run.done():  # noqa: ASYNC110
                     await asyncio.sleep(0.01)

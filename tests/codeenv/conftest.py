@@ -47,6 +47,9 @@ class FakeExecutor:
     async def start(self) -> None:
         return
 
+    def turn(self, request: RunRequest) -> None:
+        return None
+
     async def run(self, request: RunRequest, deadline: float) -> ToolResult:
         assert len(self.running) < self.slots, "the call table admits at most `slots` calls"
         try:

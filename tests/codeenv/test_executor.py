@@ -320,6 +320,25 @@ async def test_session_id_cannot_be_taken_twice(table: CallTable) -> None:
     await table.executor.close_session("mine")
 
 
+async def test_calls_that_wait_for_their_session_hold_no_slot(table: CallTable) -> None:
+    session = (await table.executor.open_session(None, None)).id
+    code = "import time; time.sleep(1000)"
+    limits = Limits(wall_s=60, cpu_s=60)
+    waiting = [
+        asyncio.create_task(
+            table.call(RunRequest(f"w{next(_ids)}", code, limits=limits, session=session))
+        )
+        for _ in range(3)
+    ]
+    while table.busy == 0:  # noqa: ASYNC110 (the table offers no event)
+        await asyncio.sleep(0.01)
+    assert (await table.call(RunRequest(f"p{next(_ids)}", "print(1)"))).stdout == "1\n"
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    await table.executor.close_session(session)
+
+
 async def test_session_memory_is_limited(table: CallTable) -> None:
     session = (await table.executor.open_session(None, None)).id
     result = await step(table, session, "x = bytearray(2 << 30)")

@@ -86,6 +86,9 @@ SessionTtlS = Annotated[
     float, typer.Option(help="Seconds after which an unused session is closed.")
 ]
 SessionMemoryMb = Annotated[int, typer.Option(help="Memory limit in MB of a session.", min=64)]
+SessionScratchMb = Annotated[
+    int, typer.Option(help="Scratch space in MB of a session with its branches.", min=1)
+]
 
 
 @app.command()
@@ -111,6 +114,7 @@ def serve(
     sessions: Sessions = CONFIG.sessions,
     session_ttl_s: SessionTtlS = CONFIG.session_ttl_s,
     session_memory_mb: SessionMemoryMb = CONFIG.session_memory_mb,
+    session_scratch_mb: SessionScratchMb = CONFIG.session_scratch_mb,
     wall_s: WallS = None,
     cpu_s: CpuS = None,
     memory_mb: MemoryMb = None,
@@ -154,7 +158,8 @@ def serve(
     config = _config(
         host=host, port=port, isolation=isolation, slots=slots, queue=queue,
         connections=connections, token=_token(token_file), sessions=sessions,
-        session_ttl_s=session_ttl_s, session_memory_mb=session_memory_mb, default=default, cap=cap,
+        session_ttl_s=session_ttl_s, session_memory_mb=session_memory_mb,
+        session_scratch_mb=session_scratch_mb, default=default, cap=cap,
     )  # fmt: skip
 
     def say(ready: ServerReady) -> None:

@@ -6,6 +6,7 @@ it. A server executes an id once: a second request with the same id gets the fir
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -115,6 +116,14 @@ class Executor(Protocol):
     def slots(self) -> int: ...
 
     async def start(self) -> None: ...
+
+    def turn(self, request: RunRequest) -> asyncio.Lock | None:
+        """A lock that the caller of `run` must hold; None if the call may run beside all others.
+
+        Calls of a session and its branches run one after another. Those that wait for their turn
+        need no slot.
+        """
+        ...
 
     async def run(self, request: RunRequest, deadline: float) -> ToolResult:
         """Execute a program; `deadline` is a time of the event loop's clock."""

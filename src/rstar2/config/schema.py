@@ -80,9 +80,13 @@ class CodeEnvConfig(Section):
     """Connections that the server keeps open; at most half of the process's descriptors."""
     batch: int = Field(64, ge=1, le=1024)
     linger_s: float = Field(0.002, ge=0)
-    sessions: int = Field(64, ge=0)
+    sessions: int = Field(1024, ge=0)
+    """Sessions that may be open, branches included."""
     session_ttl_s: float = Field(300.0, gt=0)
+    """A session that is not used for this long is closed."""
     session_memory_mb: int = Field(1024, ge=64)
+    session_scratch_mb: int = Field(128, ge=1)
+    """Files of a session and all its branches together (strict), or of each (portable)."""
     default: Limits = Limits(
         wall_s=5.0,
         cpu_s=5.0,

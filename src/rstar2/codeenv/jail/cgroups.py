@@ -202,6 +202,18 @@ def _limit_memory(directory: Path, version: int, limit: int) -> None:
         (directory / "memory.memsw.limit_in_bytes").write_text(str(limit))
 
 
+def raise_limits(group: ControlGroup, memory_mb: int, processes: int) -> None:
+    """Give an existing group higher limits."""
+    if group.memory:
+        directory = Path(group.memory)
+        if group.version == 1:  # memory and swap together must stay above memory
+            with contextlib.suppress(OSError):  # no swap accounting
+                (directory / "memory.memsw.limit_in_bytes").write_text(str(memory_mb << 20))
+        _limit_memory(directory, group.version, memory_mb << 20)
+    if group.pids:
+        Path(group.pids, "pids.max").write_text(str(processes))
+
+
 def join(group: ControlGroup, pid: int) -> None:
     """Move a process into its groups and check that it has arrived."""
     for directory in group.directories:

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import resource
 import signal
@@ -59,6 +60,10 @@ _SYSTEM = (
 )  # fmt: skip
 _UID_INSIDE = 1000
 SCRATCH_INSIDE = "/tmp"
+HOLDER_FD = 203
+"""In strict, a session worker's descriptor of the directory with the files of all members."""
+SESSION_PLACES = ("files", "shm")
+"""Directories in the holder that programs see as their scratch directory and /dev/shm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,7 @@ def fork() -> int:
     return pid if pid >= 0 else syscalls.checked(pid, "fork")
 
 
+@functools.cache
 def readable_paths() -> list[str]:
     """The host paths that jailed code may read: interpreter, packages and system libraries."""
     package = str(Path(__file__).resolve().parents[2])
@@ -134,9 +140,13 @@ def unshare_namespaces() -> None:
 def enter(spec: JailSpec) -> None:
     """Confine the calling process irrevocably. In strict it must be PID 1 of its namespace."""
     os.umask(0o022)
+    readable: list[str]
+    writable: list[str | int]
     if spec.level == "strict":
         _build_root(spec)
         readable, writable = ["/"], [SCRATCH_INSIDE, "/dev/shm"]
+        if spec.session:
+            writable.append(HOLDER_FD)
     else:
         readable, writable = readable_paths(), [spec.scratch]
     os.umask(0o077)
@@ -150,6 +160,17 @@ def enter(spec: JailSpec) -> None:
     _drop_capabilities()
     die_with_parent()  # last, because a change of uid clears it
     seccomp.base_filter(strict=spec.level == "strict").install()
+
+
+def prepare(level: str) -> None:
+    """Compute in the zygote, once, what every worker would compute again after its fork."""
+    readable_paths()
+    seccomp.base_filter(strict=level == "strict")
+
+
+def keep_to_working_directory(spec: JailSpec) -> None:
+    """Confine this process further: of all scratch, only its working directory (portable)."""
+    landlock.restrict(readable_paths(), [os.getcwd()], _DEVICES, spec.landlock_abi)
 
 
 def kill_children(children: Callable[[], set[int]], keep: set[int]) -> None:
@@ -221,11 +242,14 @@ def _build_root(spec: JailSpec) -> None:
     owner = "mode=1777"
     if spec.uid is not None:  # the worker restores mode and times after each call
         owner += f",uid={spec.uid},gid={spec.uid}"
-    _mount(
-        "scratch", f"{root}/tmp", "tmpfs", flags, f"size={spec.scratch_mb}m,nr_inodes=2k,{owner}"
-    )
+    if spec.session:
+        _mount_session_scratch(spec, root)
+    else:
+        size = f"size={spec.scratch_mb}m,nr_inodes=2k,{owner}"
+        _mount("scratch", f"{root}/tmp", "tmpfs", flags, size)
+        size = f"size=8m,nr_inodes=256,{owner}"
+        _mount("shm", f"{root}/dev/shm", "tmpfs", flags | _MS_NOEXEC, size)
     _show_in_scratch(in_scratch, root)
-    _mount("shm", f"{root}/dev/shm", "tmpfs", flags | _MS_NOEXEC, f"size=8m,nr_inodes=256,{owner}")
     os.chdir(root)
     syscalls.call("pivot_root", b".", b".")
     syscalls.checked(syscalls.libc.umount2(b".", 2), "umount2(old root)")
@@ -252,6 +276,33 @@ def _show_in_scratch(paths: list[str], root: str) -> None:
         target.mkdir()
         _mount(str(source), str(target), None, _MS_BIND | _MS_REC)
         _set_attributes(str(target), _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
+
+
+def _mount_session_scratch(spec: JailSpec, root: str) -> None:
+    """Mount one tmpfs for the files of a family: the worker sees all of it, programs two places.
+
+    The worker keeps a descriptor of the whole; no path leads there any more.
+    """
+    holder = f"{root}/.sessions"
+    os.mkdir(holder)
+    size = f"size={spec.scratch_mb}m,nr_inodes=8k,mode=700"
+    _mount("scratch", holder, "tmpfs", _MS_NOSUID | _MS_NODEV, size)
+    targets = (f"{root}/tmp", f"{root}/dev/shm")
+    for place, target in zip(SESSION_PLACES, targets, strict=True):
+        source = f"{holder}/{place}"
+        os.mkdir(source)
+        os.chmod(source, 0o1777)
+        _mount(source, target, None, _MS_BIND)
+        if spec.uid is not None:
+            os.chown(source, spec.uid, spec.uid)
+    _set_attributes(targets[1], _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+    if spec.uid is not None:
+        os.chown(holder, spec.uid, spec.uid)
+    opened = os.open(holder, os.O_RDONLY | os.O_DIRECTORY)
+    os.dup2(opened, HOLDER_FD, inheritable=False)
+    os.close(opened)
+    syscalls.checked(syscalls.libc.umount2(holder.encode(), 2), "umount2(session scratch)")
+    os.rmdir(holder)
 
 
 def _bind(path: str, root: str) -> None:

@@ -16,9 +16,12 @@ MAX_BODY = 32 << 20
 HELLO = b"rstar2 worker\n"
 
 RUN, VERIFY, SESSION_OPEN, SESSION_RUN, SESSION_BRANCH, SESSION_CLOSE, RUN_HERE = range(7)
-"""RUN_HERE is a RUN that is not handed over to a warmer interpreter; see `handover`."""
-EXITED, WALL, CPU, OUTPUT, SCRATCH, NO_SESSION, PROCESSES, FILES = range(8)
-"""Why a call ended. EXITED means that the program ended by itself; see the wait status."""
+SESSION_ABORT = 7
+"""SESSION_ABORT ends the running call of a session, which is then rolled back; it has no reply.
+RUN_HERE is a RUN that is not handed over to a warmer interpreter; see `handover`."""
+EXITED, WALL, CPU, OUTPUT, SCRATCH, NO_SESSION, PROCESSES, FILES, NO_COPY, ABORTED = range(10)
+"""Why a call ended. EXITED means that the program ended by itself; see the wait status. NO_COPY: a
+session could not be copied, and nothing has changed; the status is an error number."""
 
 
 REQUEST = struct.Struct("<QIIIIIIIIddII")

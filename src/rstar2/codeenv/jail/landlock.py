@@ -52,7 +52,7 @@ def _handled(version: int) -> int:
 
 
 def restrict(
-    readable: Iterable[str], writable: Iterable[str], devices: Iterable[str], newest: int
+    readable: Iterable[str], writable: Iterable[str | int], devices: Iterable[str], newest: int
 ) -> int:
     """Confine this thread and its children irrevocably; returns the ABI that was enforced.
 
@@ -79,8 +79,10 @@ def restrict(
     return version
 
 
-def _allow(ruleset: int, path: str, rights: int) -> None:
-    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+def _allow(ruleset: int, path: str | int, rights: int) -> None:
+    """Allow rights at and below a path, which may be given by a descriptor."""
+    flags = os.O_PATH | os.O_CLOEXEC
+    descriptor = os.dup(path) if isinstance(path, int) else os.open(path, flags)
     try:
         if not os.path.isdir(path):
             rights &= _FILE_ONLY

@@ -15,24 +15,33 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import struct
 
 from rstar2.codeenv.jail import syscalls
 from rstar2.codeenv.jail.syscalls import words
 
 _LD, _JEQ, _JGE, _JSET, _AND, _RET = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
-_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_ALLOW, _KILL, _ERRNO, _NOTIFY = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
 _NR, _ARCH, _ARGS = 0, 4, 16
 
 CLONE_NAMESPACES = 0x7E020000 | 0x80
 CLONE_THREAD = 0x00010000
 CLONE_PARENT = 0x00008000
+COPY_FLAGS = CLONE_PARENT | 17
+"""How a session process copies itself: the copy is a child of its worker and ends with SIGCHLD."""
 _AF_UNIX = 1
 _PR_ALLOWED = (15, 16, 3, 23, 39)
 """PR_SET_NAME, PR_GET_NAME, PR_GET_DUMPABLE, PR_CAPBSET_READ, PR_GET_NO_NEW_PRIVS."""
 _PR_SET_PDEATHSIG = 1
-_IOCTL_ALLOWED = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""TCGETS (isatty), TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
+NOTIFICATION_RECEIVE, NOTIFICATION_SEND = 0xC0502100, 0xC0182101
+_IOCTL_ALLOWED = (
+    0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, NOTIFICATION_RECEIVE, NOTIFICATION_SEND,
+)  # fmt: skip
+"""TCGETS (isatty), TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX; session workers also receive
+and answer notifications, on a descriptor that programs do not have."""
+SIGNALS = words("kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo")
+_NEW_LISTENER = 8
 _F_SETFL, _O_ASYNC = 4, 0x2000
 _FCNTL_ALLOWED = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1027, 1030, 1032, 1034)
 """F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_GETLK, F_SETLK, F_SETLKW, the same three for open file
@@ -69,6 +78,8 @@ _UNIX_SOCKETS = words("bind listen accept accept4 connect")
 _METADATA = words("chmod fchmod fchmodat fchmodat2 utime utimes utimensat futimesat truncate")
 """Landlock does not cover these (truncate: before ABI 3). Without a mount namespace they would
 change files of the host, so that only the worker itself may use them (it restores its scratch)."""
+_LANDLOCK = words("landlock_create_ruleset landlock_add_rule landlock_restrict_self")
+"""A session process confines itself further; a program can only do the same."""
 
 
 class BpfProgram:
@@ -82,6 +93,10 @@ class BpfProgram:
     def install(self) -> None:
         """Install on this thread, which needs no_new_privs. SECCOMP_SET_MODE_FILTER is 1."""
         syscalls.call("seccomp", 1, 0, self._fprog)
+
+    def install_with_listener(self) -> int:
+        """Install; returns the descriptor on which the notifications of the filter arrive."""
+        return syscalls.call("seccomp", 1, _NEW_LISTENER, self._fprog)
 
 
 def _op(code: int, k: int, jt: int = 0, jf: int = 0) -> bytes:
@@ -137,11 +152,12 @@ def _connected_pair() -> bytes:
     return code + _refuse(errno.EACCES)
 
 
+@functools.cache
 def base_filter(strict: bool, machine: str = syscalls.MACHINE) -> BpfProgram:
     """The allow list of a worker. In `strict`, namespaces hide other files and processes."""
     nr = syscalls.numbers(machine)
     code = _prologue(machine)
-    plain = [*_ALWAYS, *_METADATA, *(_UNIX_SOCKETS if strict else ())]
+    plain = [*_ALWAYS, *_METADATA, *(_UNIX_SOCKETS if strict else _LANDLOCK)]
     refuse_namespaces = (
         _argument(0) + _op(_JSET, CLONE_NAMESPACES, 0, 1) + _refuse(errno.EPERM) + _op(_RET, _ALLOW)
     )
@@ -155,25 +171,46 @@ def base_filter(strict: bool, machine: str = syscalls.MACHINE) -> BpfProgram:
     code += _when(nr["prctl"], _only_if_equal(0, options, errno.EPERM))
     code += _when(nr["prlimit64"], _only_if_equal(0, (0,), errno.EPERM))
     code += _when(nr["ioctl"], _only_if_equal(1, _IOCTL_ALLOWED, errno.ENOTTY))
-    code += _when(nr["seccomp"], _only_if_equal(1, (0,), errno.EPERM))
+    code += _when(nr["seccomp"], _only_if_equal(1, (0, _NEW_LISTENER), errno.EPERM))
     for name in plain:
         if name in nr:
             code += _when(nr[name], _op(_RET, _ALLOW))
     return BpfProgram(code + _refuse(errno.ENOSYS))
 
 
-class CallFilter:
-    """The per-call filter: no new processes; without a PID namespace, see the module docstring.
+@functools.cache
+def session_filter(level: str, forks: bool) -> BpfProgram:
+    """The filter of a session's processes, installed once and inherited by every copy.
 
-    A session process may clone itself as a sibling: every clone is then a child of the worker,
-    which can kill them all. Its filter is installed once and inherited by the clones.
+    The worker decides about each signal, and about each copy if programs may not fork: those system
+    calls wait for its answer.
     """
+    nr = syscalls.numbers()
+    code = _prologue(syscalls.MACHINE)
+    for name in SIGNALS:
+        code += _when(nr[name], _op(_RET, _NOTIFY))
+    for name in ("pidfd_send_signal", "pidfd_open"):
+        code += _when(nr[name], _refuse(errno.EPERM))
+    if level != "strict":
+        for name in _METADATA:
+            if name in nr:
+                code += _when(nr[name], _refuse(errno.EPERM))
+    if not forks:
+        cloning = _argument(0) + _op(_JSET, CLONE_THREAD, 0, 1) + _op(_RET, _ALLOW)
+        cloning += _op(_JEQ, COPY_FLAGS, 0, 1) + _op(_RET, _NOTIFY)
+        code += _when(nr["clone"], cloning + _refuse(errno.EAGAIN))
+        for name in ("fork", "vfork"):
+            if name in nr:
+                code += _when(nr[name], _refuse(errno.EAGAIN))
+    return BpfProgram(code + _op(_RET, _ALLOW))
 
-    def __init__(self, level: str, session: bool = False) -> None:
+
+class CallFilter:
+    """The per-call filter: no new processes; without a PID namespace, see the module docstring."""
+
+    def __init__(self, level: str) -> None:
         nr = syscalls.numbers()
         threads_only = _argument(0) + _op(_JSET, CLONE_THREAD, 0, 1) + _op(_RET, _ALLOW)
-        if session:
-            threads_only += _op(_JEQ, CLONE_PARENT | 17, 0, 1) + _op(_RET, _ALLOW)
         code = _prologue(syscalls.MACHINE) + _when(
             nr["clone"], threads_only + _refuse(errno.EAGAIN)
         )
@@ -188,9 +225,8 @@ class CallFilter:
             for name in ("tkill", "pidfd_send_signal", "pidfd_open", *_METADATA):
                 if name in nr:
                     code += _when(nr[name], _refuse(errno.EPERM))
-            if not session:
-                pinned = _argument(0) + _op(_JEQ, _PR_SET_PDEATHSIG, 0, 1) + _refuse(errno.EPERM)
-                code += _when(nr["prctl"], pinned + _op(_RET, _ALLOW))
+            pinned = _argument(0) + _op(_JEQ, _PR_SET_PDEATHSIG, 0, 1) + _refuse(errno.EPERM)
+            code += _when(nr["prctl"], pinned + _op(_RET, _ALLOW))
         self._code = bytearray(code + _op(_RET, _ALLOW))
 
     def install(self, pid: int) -> None:

@@ -1,240 +1,437 @@
-"""Sessions inside a worker: one process per session holds the interpreter's state.
+"""A worker that serves a session and its branches: one process per member holds its state.
 
-For each call the session process clones itself. The clone runs the program. On success the clone
-becomes the session process and the old one is killed; on failure the clone ends and the old process
-still holds the state from before the call. A branch is a clone that runs nothing.
+    worker --order, pipes, socket of the copy--> process --clone(CLONE_PARENT)--> copy
+    worker <--copied, done---------------------- process
 
-    worker --code, pipes, new socket--> session process --clone(CLONE_PARENT)--> clone
+For each call the process of a member copies itself and then runs the program. On success the copy
+is killed; the process, with its threads, holds the new state. On failure the process is killed, and
+the copy, which holds the state from before the call, takes its place. A branch is a copy that
+becomes a member. Between calls every process is stopped, so idle threads use no CPU time.
 
-Session processes hold untrusted state, so the worker trusts nothing they send: the kernel provides
-the clone's pid (credentials on its socket), and wait4 its end, because CLONE_PARENT makes every
-clone a child of the worker. After each call every other process in the worker is killed.
+Session processes hold untrusted state, so the worker trusts nothing they send. CLONE_PARENT makes
+every copy a child of the worker, which verifies that and reads its end from the kernel. After each
+call every process in the worker except those of members is killed. `session_guard` keeps programs
+from ending processes of other members, `session_files` keeps their files apart.
+
+Calls of one family run one after another.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
+import contextlib
+import errno
+import itertools
 import os
-import resource
+import select
 import signal
 import socket
-import struct
 import time
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NoReturn
 
-from rstar2.codeenv.jail import confine, frames, runner, seccomp, syscalls
+from rstar2.codeenv import deadlines
+from rstar2.codeenv.jail import cgroups, confine, files, frames, runner, seccomp, session_program
 from rstar2.codeenv.jail.frames import WorkerReply, WorkerRequest
-from rstar2.codeenv.jail.running_call import RESULT_FD, RunningCall, cpu_time, spool
+from rstar2.codeenv.jail.running_call import RunningCall, cpu_time
+from rstar2.codeenv.jail.session_files import SessionFiles
+from rstar2.codeenv.jail.session_guard import SessionGuard
+from rstar2.codeenv.jail.session_process import (
+    PipeFeeder,
+    SessionCall,
+    SessionProcess,
+    socket_pair,
+)
 from rstar2.codeenv.jail.worker import JailWorker
 
-_SESSION_FD = 4
-_CREDENTIALS = struct.Struct("iii")
-_ORDER = struct.Struct("<cI")
-_DONE = struct.Struct("<cq")
+_COARSE_CLOCK = 5
+"""CLOCK_REALTIME_COARSE: the clock of file times."""
+_FIRST_CHECK_S = 0.005
+_NO_LIMIT_S = 1e9
 _WINDOW = 20_000
 """Range of pids to kill when a program uses up every process that the worker may have."""
-
-
-class SessionProcess:
-    """The process that holds a session's state, as the worker sees it."""
-
-    def __init__(self, pid: int, sock: socket.socket) -> None:
-        self.pid = pid
-        self.sock = sock
+_MOST_PASSES = 50
+_MOST_PIDS = 1 << 17
+"""The pids of a namespace are searched completely only up to this number."""
 
 
 class SessionWorker(JailWorker):
-    """A worker that serves the sessions of one family (a session and its branches)."""
+    """A worker that serves the members of one family (a session and its branches)."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.processes: dict[bytes, SessionProcess] = {}
+        self.tidy = _do_nothing  # new huge pages would not be shared with the zygote
+        self.members: dict[bytes, SessionProcess] = {}
         """By session name."""
-        self.filter = None if self.spec.forks else seccomp.CallFilter(self.spec.level, session=True)
-        self.listing = _open_listing(self.spec)
-        self.lost = False
-        """A program could not be killed completely; the server must replace this worker."""
+        self._numbers = itertools.count(1)
+        self._swept = 1
+        """Every process with a higher pid is new since the last call."""
+        self._most_pids = int(Path("/proc/sys/kernel/pid_max").read_text())
+        self._lost = False
+        """The family cannot be used any more; the server must replace this worker."""
+
+    def _measure(self) -> None:
+        """Prepare the places of files, then measure."""
+        holder, places = confine.HOLDER_FD, list(confine.SESSION_PLACES)
+        if self.spec.level != "strict":
+            holder = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
+            del places[1:]
+            os.mkdir(places[0], 0o700)
+            os.chdir(places[0])
+        self.session_files = SessionFiles(holder, places)
+        super()._measure()
 
     def answer(self, request: WorkerRequest) -> None:
+        """Carry out one order of the server."""
         name = bytes(self.body.view[: request.name])
-        if request.kind == frames.SESSION_OPEN:
+        if request.kind == frames.SESSION_ABORT:
+            self.body.drop()  # the call that it was meant for has ended
+        elif request.kind == frames.SESSION_OPEN:
             self._open(request, name)
+        elif name not in self.members:
+            self._reply(request, frames.NO_SESSION)
         elif request.kind == frames.SESSION_RUN:
-            self._call(request, name, b"R")
+            self._run_call(request, name)
         elif request.kind == frames.SESSION_BRANCH:
-            self._call(request, name, b"B")
+            self._branch(request, name)
         else:
-            process = self.processes.pop(name, None)
-            if process is not None:
-                process.sock.close()
-            self._kill_all_but_sessions()
-            self._short_reply(request, frames.EXITED)
+            self._close(name)
+            self._reply(request, frames.EXITED)
 
-    def _short_reply(self, request: WorkerRequest, cause: int) -> None:
-        self.send(WorkerReply(request.seq, 0, cause, 0, 0, 0, 0, 0.0, 0.0, 0.0))
+    def _reply(self, request: WorkerRequest, cause: int, status: int = 0) -> None:
+        """Reply to an order that ran no program."""
+        lost = int(self._lost)
+        self.send(WorkerReply(request.seq, status, cause, lost, 0, 0, 0, 0.0, 0.0, 0.0))
 
-    # ------------------------------------------------------------------ worker side
+    # ------------------------------------------------------------------ members
 
     def _open(self, request: WorkerRequest, name: bytes) -> None:
-        ours, theirs = _pair()
+        ours, theirs = socket_pair()
         pid = confine.fork()
         if pid == 0:
             self._become_session_process(request, theirs)
         theirs.close()
-        self.processes[name] = SessionProcess(pid, ours)
-        self._short_reply(request, frames.EXITED)
+        process = SessionProcess(pid, ours, next(self._numbers))
+        listener = _receive_listener(ours)
+        if listener is None or not process.stop():
+            process.end()
+            self._reply(request, frames.NO_SESSION)
+            return
+        self.guard = SessionGuard(listener, strict=self.spec.level == "strict")
+        self.members[name] = process
+        self.session_files.show(process.number)
+        self._reply(request, frames.EXITED)
 
-    def _call(self, request: WorkerRequest, name: bytes, order: bytes) -> None:
-        """Let the session process clone itself, watch the clone, and keep one of the two."""
-        process = self.processes.get(name)
-        if process is None:
-            self._short_reply(request, frames.NO_SESSION)
-            return
-        call = RunningCall(request)
-        ours, theirs = _pair()
-        if not self._hand_over(call, process, theirs, order):
-            ours.close()
-            call.close()
-            self.processes.pop(name)
-            self._kill_all_but_sessions()
-            self._short_reply(request, frames.NO_SESSION)
-            return
-        peak_kb = self._follow(call, ours, is_branch=order == b"B")
-        status, usage = 0, None
-        if peak_kb is None:
-            ours.close()
-            status, usage = self._collect(call)
-        elif order == b"B":
-            start = request.name
-            self.processes[bytes(self.body.view[start : start + request.code])] = SessionProcess(
-                call.pid, ours
-            )
+    def _become_session_process(self, request: WorkerRequest, sock: socket.socket) -> NoReturn:
+        """In the first process of a family: enter its limits, then wait for orders."""
+        try:
+            os.dup2(sock.fileno(), session_program.SESSION_FD, inheritable=False)
+            os.closerange(session_program.SESSION_FD + 1, session_program.DESCRIPTORS)
+            sock.detach()
+            self.body.drop()
+            sock = socket.socket(fileno=session_program.SESSION_FD)
+            self.limit_session(request)
+            listener = seccomp.session_filter(
+                self.spec.level, self.spec.forks
+            ).install_with_listener()
+            socket.send_fds(sock, [b"L"], [listener])
+            os.close(listener)
+            runner.reseed()
+            session_program.serve(sock, self.spec.level)
+        finally:
+            os._exit(121)
+
+    def limit_session(self, request: WorkerRequest) -> None:
+        """Set the limits of a family's processes; copies inherit them and cannot raise them."""
+        self.filter = None  # a session has its own
+        self.confine(request._replace(cpu_s=_NO_LIMIT_S))  # CPU time is limited per call
+        if self.spec.level != "strict":
+            confine.die_with_parent()
+            confine.keep_to_working_directory(self.spec)
+
+    def _close(self, name: bytes) -> None:
+        process = self.members.pop(name)
+        ended = process.end()
+        try:
+            self.session_files.drop(process.number)
+        except OSError:
+            ended = None
+        self._lost = self._lost or ended is None
+        self._kill_strays()
+
+    def _branch(self, request: WorkerRequest, name: bytes) -> None:
+        process = self.members[name]
+        start = request.name
+        branch = bytes(self.body.view[start : start + request.code])
+        number = next(self._numbers)
+        if not self._show_files(process):
+            return self._reply(request, frames.NO_SESSION)
+        try:
+            self.session_files.copy(number)
+        except OSError as error:
+            return self._reply(request, frames.NO_COPY, error.errno or errno.EIO)
+        running = self._begin(request, process, session_program.COPY, [])
+        self._watch(running)
+        running.call.close()
+        copy = running.copy
+        if copy is None:
+            self.session_files.drop(number)
         else:
-            self.processes[name] = SessionProcess(call.pid, ours)
-            process.sock.close()
-        spent = cpu_time(call.pid) if usage is None else usage.ru_utime + usage.ru_stime
-        peak = (peak_kb or 0) if usage is None else usage.ru_maxrss
-        self._kill_all_but_sessions()
+            copy.number = number
+            self.members[branch] = copy
+        if not running.done or not process.stop():
+            self._close(name)  # it does not obey any more
+            return self._reply(request, frames.NO_SESSION)
+        if copy is None:
+            return self._reply(request, frames.NO_COPY, running.error)
+        return self._reply(request, frames.EXITED)
+
+    def _show_files(self, process: SessionProcess) -> bool:
+        try:
+            self.session_files.show(process.number)
+        except OSError:
+            self._lost = True
+        return not self._lost
+
+    # ------------------------------------------------------------------ one call
+
+    def _run_call(self, request: WorkerRequest, name: bytes) -> None:
+        process = self.members[name]
+        if not self._show_files(process):
+            self._reply(request, frames.NO_SESSION)
+            return
+        if request.files and not files.place(self.given_files(request)):
+            self._reply(request, frames.FILES)
+            return
+        since_ns = _file_time(advance=bool(request.collect))
+        view, start = self.body.view, request.name + request.code
+        feeders = [
+            PipeFeeder(view[request.name : start]),
+            PipeFeeder(view[start : start + request.stdin]),
+        ]
+        running = self._begin(request, process, session_program.RUN, feeders)
+        call = running.call
+        self._watch(running)
+        cpu_s = self.cpu_used(call)
+        status = self._keep_one(name, running)
+        if running.error:
+            call.close()
+            self._reply(request, frames.NO_COPY, running.error)
+            return
+        self._kill_strays()
+        if call.cause == frames.SCRATCH:
+            self._discard_files(since_ns)
         self._drain(call)
         call.close()
         out, err, record = self.streams
+        left_out = 0
+        if request.collect:
+            given = self.given_files(request)
+            self.files.used, left_out = files.collect(
+                given, self.files.view, self.scratch.keep, since_ns
+            )
         self.send(
             WorkerReply(
-                request.seq,
-                status,
-                frames.PROCESSES if self.lost else call.cause,
-                int(self.lost),
-                out.used,
-                err.used,
-                record.used,
-                time.monotonic() - call.started,
-                spent,
-                max(0, peak - self.base_rss_kb) / 1024,
+                request.seq, status, call.cause, int(self._lost), out.used, err.used, record.used,
+                time.monotonic() - call.started, cpu_s,
+                max(0, running.peak_kb - self.base_rss_kb) / 1024, self.files.used, left_out,
             )
-        )
+        )  # fmt: skip
 
-    def _hand_over(
-        self, call: RunningCall, process: SessionProcess, theirs: socket.socket, order: bytes
-    ) -> bool:
-        """Send the session process its order and the clone's descriptors; False if it has ended."""
-        request = call.request
-        view = self.body.view
-        start = request.name + request.code
-        spools = [spool(bytes(view[request.name : start]))]
-        spools.append(spool(bytes(view[start : start + request.stdin])))
-        writers = call.writers
-        message = _ORDER.pack(order, request.output_chars)
+    def _discard_files(self, since_ns: int) -> None:
+        """Remove what a call wrote that used too much scratch: others could not run after it."""
         try:
-            socket.send_fds(process.sock, [message], [*spools, *writers, theirs.fileno()])
+            self.session_files.discard_since(since_ns)
+        except OSError:
+            self._lost = True
+
+    def _begin(
+        self,
+        request: WorkerRequest,
+        process: SessionProcess,
+        order: bytes,
+        feeders: list[PipeFeeder],
+    ) -> SessionCall:
+        """Wake a process and send it an order with the descriptors that it needs."""
+        call = RunningCall(request)
+        call.adopt(process.pid)
+        call.cpu_before = self._cpu_total(call)
+        ours, theirs = socket_pair()
+        given = [feeder.reader for feeder in feeders]
+        descriptors = [*given, *(call.writers if feeders else ()), theirs.fileno()]
+        message = session_program.ORDER.pack(order, request.output_chars)
+        self.guard.expect(
+            process.pid, (other.pid for other in self.members.values() if other is not process)
+        )
+        with contextlib.suppress(OSError):  # it has ended: `_watch` notices
+            socket.send_fds(process.sock, [message], descriptors)
+        process.send(signal.SIGCONT)
+        for descriptor in given:
+            os.close(descriptor)
+        call.parent_side()
+        theirs.close()
+        return SessionCall(call, process, ours, feeders)
+
+    def _keep_one(self, name: bytes, running: SessionCall) -> int:
+        """End the copy after a success, else the process; returns the wait status of the call.
+
+        A process that ended by itself has its own status, also if its message came first.
+        """
+        process, copy = running.process, running.copy
+        if copy is None:
+            running.copy_socket.close()
+        for feeder in running.feeders:
+            feeder.close()
+        if running.done and process.stop():
+            if copy is not None and copy.end() is None:
+                self._lost = True
+            return 0
+        ended = process.end()
+        if ended is None:
+            self._lost = True
+        if copy is None:
+            del self.members[name]  # the next order finds no session
+            self.session_files.drop(process.number)
+        else:
+            copy.number = process.number
+            self.members[name] = copy
+        if ended is None:
+            return int(signal.SIGKILL)
+        status, usage = ended
+        running.peak_kb = usage.ru_maxrss
+        return status
+
+    # ------------------------------------------------------------------ watching
+
+    def _watch(self, running: SessionCall) -> None:
+        """Wait until the order is carried out, the process has ended or a limit is exceeded."""
+        call, process = running.call, running.process
+        poller = select.poll()
+        streams = dict(zip(call.readers, self.streams, strict=True))
+        feeders = {feeder.writer: feeder for feeder in running.feeders if feeder.open}
+        for descriptor in (process.sock.fileno(), call.pidfd, self.guard.listener, *streams):
+            poller.register(descriptor, select.POLLIN)
+        for descriptor in feeders:
+            poller.register(descriptor, select.POLLOUT)
+        poller.register(self.control, select.POLLIN)
+        wait_s: float | None = min(_FIRST_CHECK_S, call.request.wall_s)
+        while wait_s is not None:
+            ready = dict(poller.poll(wait_s * 1000))
+            for descriptor, events in ready.items():
+                if descriptor == self.guard.listener:
+                    if events & select.POLLIN:
+                        self.guard.answer()
+                elif descriptor in feeders:
+                    feeders[descriptor].feed()
+                    if not feeders[descriptor].open:
+                        poller.unregister(descriptor)
+                        del feeders[descriptor]
+                elif descriptor in streams:
+                    if not self._read_stream(call, descriptor):
+                        poller.unregister(descriptor)
+                elif descriptor == self.control.fileno():
+                    if events & (select.POLLHUP | select.POLLERR):
+                        os._exit(0)  # the server has closed the socket
+                    call.kill(frames.ABORTED)
+            if process.sock.fileno() in ready:
+                ended = not self._read_report(running) or running.done
+            else:
+                ended = call.pidfd in ready
+            if ended or call.cause != frames.EXITED:
+                return
+            wait_s = self._check_limits(call)
+
+    def _read_stream(self, call: RunningCall, descriptor: int) -> bool:
+        """Read what a program wrote; False at the end of the stream."""
+        cap = frames.output_cap(call.request.output_chars)
+        stream = self.streams[call.readers.index(descriptor)]
+        still_open = stream.fill(descriptor, cap)
+        if stream.used > cap:
+            call.kill(frames.OUTPUT)
+        return still_open
+
+    def _read_report(self, running: SessionCall) -> bool:
+        """Read one message of the process; False if it has ended or sends what makes no sense."""
+        try:
+            data = running.process.sock.recv(64)
         except OSError:
             return False
-        finally:
-            for descriptor in (*spools, *writers):
-                os.close(descriptor)
-            theirs.close()
-        for reader in call.readers:
-            os.set_blocking(reader, False)
+        if len(data) != session_program.REPORT.size:
+            return False
+        kind, value = session_program.REPORT.unpack(data)
+        if kind == session_program.COPIED and running.copy is None:
+            running.copy = self._adopt_copy(value, running.copy_socket)
+            running.done = running.call.request.kind == frames.SESSION_BRANCH
+            return running.copy is not None
+        if kind == session_program.FAILED and running.copy is None:
+            running.error = max(1, min(value, 4095))
+        elif kind == session_program.DONE:
+            running.peak_kb = max(0, value)
+        else:
+            return False
+        running.done = True
         return True
 
-    def _follow(self, call: RunningCall, ours: socket.socket, is_branch: bool) -> int | None:
-        """Wait until the clone reports success; returns its peak memory, or None if it failed."""
-        while self.watch(call, ours.fileno()):
-            try:
-                data, ancillary, _, _ = ours.recvmsg(64, socket.CMSG_SPACE(_CREDENTIALS.size))
-            except OSError:
-                return None
-            if not data:
-                return None
-            if call.pid == 0:
-                call.adopt(_sender(ancillary))
-                if is_branch:
-                    return 0
-            elif len(data) == _DONE.size and data[:1] == b"D":
-                return int(_DONE.unpack(data)[1])
-            else:
-                return None
-        return None
-
-    def _check_limits(self, call: RunningCall) -> float | None:
-        """Also kill a program that clones itself where no pids control group limits it."""
-        left = super()._check_limits(call)
-        if left is None or self.spec.forks or self.spec.level == "strict":
-            return left
-        if len(self._listed()) > len(self.processes) + 1:
-            call.kill(frames.PROCESSES)
+    def _adopt_copy(self, pid: int, sock: socket.socket) -> SessionProcess | None:
+        """Accept a process as a copy if it is a child of this worker and not known yet."""
+        known = {process.pid for process in self.members.values()}
+        if pid in known or not 1 < pid < 1 << 22:
             return None
-        return left
-
-    def _collect(self, call: RunningCall) -> tuple[int, resource.struct_rusage | None]:
-        """Kill a clone that failed; returns its wait status and usage."""
-        if call.pid == 0:
-            return int(signal.SIGKILL), None
-        call.kill_quietly()
         try:
-            _, status, usage = os.wait4(call.pid, 0)
-        except ChildProcessError:
-            return int(signal.SIGKILL), None
-        return status, usage
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            copy = SessionProcess(pid, sock, 0)
+        except OSError:
+            return None
+        copy.send(signal.SIGSTOP)
+        self.guard.protect(pid)
+        return copy
 
-    def _kill_all_but_sessions(self) -> None:
-        """Kill and reap everything in this worker except the session processes."""
-        keep = {process.pid for process in self.processes.values()}
-        if self.listing < 0:
-            self.lost = not self._sweep_by_number(keep)
-            return
-        confine.kill_children(self._listed, keep)
-        self._reap()
+    # ------------------------------------------------------------------ CPU time
 
-    def _listed(self) -> set[int]:
-        return {int(pid) for pid in os.pread(self.listing, 1 << 20, 0).split()}
+    def _cpu_total(self, call: RunningCall) -> float:
+        """CPU seconds of the member's process or, with a control group, of all processes here."""
+        if self.cpu_file < 0:
+            return cpu_time(call.pid)
+        return cgroups.cpu_usage(self.cpu_file) - time.process_time()
 
-    def _sweep_by_number(self, keep: set[int]) -> bool:
-        """Kill every pid of the namespace until no process has appeared between two passes.
+    def cpu_used(self, call: RunningCall) -> float:
+        """CPU seconds since the call started: its process existed before."""
+        return max(0.0, self._cpu_total(call) - (call.cpu_before or 0.0))
 
-        False if a program used up all processes or pids: its session is then lost.
+    # ------------------------------------------------------------------ processes of programs
+
+    def _kill_strays(self) -> None:
+        """Kill and reap every process in this worker that holds no member's state.
+
+        Only programs that may fork leave any: `session_guard` allows no other copies. All members
+        are stopped meanwhile, and the kernel numbers processes upwards.
         """
-        newest, full = 1, 0
-        while full < 3:
-            latest = _newest_pid()
-            if latest is None:  # fork fails: a program still holds all processes
-                full += 1
-                bound = newest + _WINDOW
-            elif latest < newest:
-                return False
-            else:
-                bound = latest
-            for pid in range(2, bound):
-                if pid not in keep:
-                    _kill(pid)
+        if not self.spec.forks:
+            return
+        keep = {process.pid for process in self.members.values()}
+        for _ in range(_MOST_PASSES):
+            newest = _newest_pid()
+            killed = [pid for pid in self._new_pids(newest) if pid not in keep and _kill(pid)]
             self._reap()
-            if latest == newest + 1:
-                return True
-            newest = latest or newest
-        return False
+            if newest is not None:
+                self._swept = newest
+                if not killed:
+                    return
+        self._lost = True
+
+    def _new_pids(self, newest: int | None) -> Iterable[int]:
+        """The numbers of processes that were created since the last call."""
+        if newest is None:  # fork fails: a program holds all processes
+            return range(self._swept, self._swept + _WINDOW)
+        if newest >= self._swept:
+            return range(self._swept, newest)
+        if self._most_pids > _MOST_PIDS:
+            self._lost = True
+            return ()
+        return itertools.chain(range(self._swept, self._most_pids + 1), range(2, newest))
 
     def _reap(self) -> None:
-        sessions = {process.pid: name for name, process in self.processes.items()}
+        members = {process.pid: name for name, process in self.members.items()}
         while True:
             try:
                 pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -242,35 +439,33 @@ class SessionWorker(JailWorker):
                 return
             if pid == 0:
                 return
-            if pid in sessions:
-                self.processes.pop(sessions[pid]).sock.close()
-
-    # ------------------------------------------------------------------ session side (untrusted)
-
-    def _become_session_process(self, request: WorkerRequest, sock: socket.socket) -> NoReturn:
-        try:
-            os.dup2(sock.fileno(), _SESSION_FD)
-            os.closerange(_SESSION_FD + 1, 256)
-            self.body.drop()
-            self.confine(request)  # clones inherit these limits and cannot raise them
-            gc.enable()
-            runner.reseed()
-            session_loop(socket.socket(fileno=_SESSION_FD), self.spec.level)
-        finally:
-            os._exit(121)
+            if pid in members:
+                self.members.pop(members[pid]).sock.close()
 
 
-def _open_listing(spec: confine.JailSpec) -> int:
-    """Without a PID namespace, a file that lists the worker's children at each read; else -1.
+def _do_nothing() -> None:
+    return
 
-    It must be opened before the jail is entered. CLONE_PARENT makes every clone such a child.
+
+def _file_time(advance: bool) -> int:
+    """The time that a file gets if it is changed now.
+
+    `advance` waits until that clock has advanced, so that no earlier change has the same time.
     """
-    if spec.level == "strict":
-        return -1
-    opened = os.open(f"/proc/self/task/{os.getpid()}/children", os.O_RDONLY)
-    kept = os.dup2(opened, 201, inheritable=False)
-    os.close(opened)
-    return kept
+    before = time.clock_gettime_ns(_COARSE_CLOCK)
+    while (now := time.clock_gettime_ns(_COARSE_CLOCK)) == before and advance:
+        time.sleep(0.0005)
+    return now
+
+
+def _receive_listener(sock: socket.socket) -> int | None:
+    """The descriptor on which notifications arrive, from a process that has just started."""
+    patience = select.poll()
+    patience.register(sock, select.POLLIN)
+    if not patience.poll(deadlines.SESSION_ORDER_S * 1000):
+        return None
+    _, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
+    return descriptors[0] if descriptors else None
 
 
 def _newest_pid() -> int | None:
@@ -285,93 +480,16 @@ def _newest_pid() -> int | None:
     return pid
 
 
-def _kill(pid: int) -> None:
+def _kill(pid: int) -> bool:
+    """Kill a process; False if there is none with this number (it may be that of a thread)."""
     try:
-        os.kill(pid, signal.SIGKILL)
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
     except ProcessLookupError:
-        return
-
-
-def _pair() -> tuple[socket.socket, socket.socket]:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-    ours.setblocking(False)
-    return ours, theirs
-
-
-def _sender(ancillary: list[tuple[int, int, bytes]]) -> int:
-    """The pid that the kernel attached to a message."""
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
-            pid: int = _CREDENTIALS.unpack(data[: _CREDENTIALS.size])[0]
-            return pid
-    return 0
-
-
-def session_loop(sock: socket.socket, level: str) -> NoReturn:
-    """Clone for each order. The clone runs the program and, on success, continues this loop."""
-    namespace = runner.fresh_main()
-    while True:
-        data, descriptors, _, _ = socket.recv_fds(sock, 64, 8)
-        if not data:
-            os._exit(0)
-        order, limit = _ORDER.unpack(data)
-        if _clone() != 0:
-            for descriptor in descriptors:
-                os.close(descriptor)
-            continue
-        if level != "strict":
-            confine.die_with_parent()
-        sock.close()
-        sock = socket.socket(fileno=os.dup2(descriptors[5], _SESSION_FD, inheritable=False))
-        sock.send(b"H")
-        if order == b"R":
-            _run_in_clone(descriptors, namespace, limit, sock)
-        else:
-            os.closerange(_SESSION_FD + 1, 256)
-
-
-def _run_in_clone(
-    descriptors: list[int], namespace: dict[str, Any], limit: int, sock: socket.socket
-) -> None:
-    """Run one program of a session; returns only on success."""
-    with open(descriptors[0], "rb", closefd=False) as file:
-        source = file.read().decode("utf-8", "replace")
-    for target, descriptor in enumerate(descriptors[1:5]):
-        os.dup2(descriptor, target)
-    for descriptor in descriptors:
+        return False
+    finally:
         os.close(descriptor)
-    runner.prepare_streams()
-    record = runner.execute(source, namespace, limit)
-    if record.kind not in (frames.VALUE, frames.NOTHING):
-        runner.finish(record, RESULT_FD)
-        os._exit(1)
-    runner.flush()
-    runner.write_record(record, RESULT_FD)
-    null = os.open("/dev/null", os.O_RDWR)
-    for target in range(4):
-        os.dup2(null, target)
-    os.close(null)
-    sock.send(_DONE.pack(b"D", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
-
-
-def _clone() -> int:
-    """Fork a sibling with Python's fork hooks: the program's state may depend on them."""
-    api = ctypes.pythonapi
-    api.PyOS_BeforeFork()
-    number = syscalls.numbers()["clone"]
-    pid: int = syscalls.libc.syscall(
-        ctypes.c_long(number),
-        ctypes.c_ulong(seccomp.CLONE_PARENT | int(signal.SIGCHLD)),
-        0,
-        0,
-        0,
-        0,
-    )
-    if pid == 0:
-        api.PyOS_AfterFork_Child()
-    else:
-        api.PyOS_AfterFork_Parent()
-    if pid < 0:
-        raise OSError(ctypes.get_errno(), "clone")
-    return pid
+    return True

@@ -7,6 +7,7 @@ GIL (PyDLL), which makes it safe to fork through it in a single-threaded process
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import platform
 
@@ -69,6 +70,7 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
+@functools.cache
 def numbers(machine: str = MACHINE) -> dict[str, int]:
     """System call numbers by name on `machine`, without those that it lacks."""
     if machine not in _COLUMN:

@@ -248,7 +248,7 @@ class JailWorker:
         """Set the limits that every call of this worker inherits and that bind the worker too."""
         memory = self.base_as + (self.spec.memory_mb << 20)
         strict = self.spec.level == "strict"
-        counted_here = strict and not self.spec.group.pids
+        counted_here = strict and not self.spec.group.pids and not self.spec.session
         threads = self.spec.processes + (1 if counted_here else _SHARED_COUNT)
         _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
         if hard != resource.RLIM_INFINITY:

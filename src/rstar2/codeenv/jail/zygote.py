@@ -170,9 +170,10 @@ class Zygote:
 
     def _fork_worker(self, spec: Any, descriptor: int) -> int:
         """Fork twice: in strict, only a child of the process that unshares becomes PID 1."""
+        confine.prepare(spec.level)
         reader, writer = os.pipe()
         go_reader, go_writer = os.pipe()
-        pid = os.fork()
+        pid = confine.fork()
         if pid == 0:
             self._between(spec, descriptor, writer, go_reader)
         os.close(writer)
@@ -192,7 +193,7 @@ class Zygote:
             cgroups.join(spec.group, os.getpid())
             if spec.level == "strict":
                 confine.unshare_namespaces()
-            pid = os.fork()
+            pid = confine.fork()
             if pid == 0:
                 os.close(writer)
                 self._become_worker(spec, descriptor, go)
@@ -212,7 +213,7 @@ class Zygote:
                 os.dup2(null, target)
             kept = os.dup2(control.detach(), 200)
             os.closerange(4, 200)
-            os.closerange(201, 1024)
+            os.closerange(201, os.sysconf("SC_OPEN_MAX"))
             control = socket.socket(fileno=kept)
             os.set_inheritable(kept, False)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -226,7 +227,8 @@ class Zygote:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             server.base_as = pages * os.sysconf("SC_PAGE_SIZE")
             confine.enter(spec)
-            heap.collapse()
+            if not spec.session:  # a session shares the zygote's pages until it writes to them
+                heap.collapse()
             server.serve()
         except BaseException as error:  # noqa: BLE001 - reported to the server, then exit
             with contextlib.suppress(OSError):

@@ -13,7 +13,8 @@ Invariants:
 - A result is returned only if it carries the id of its request.
 - Admission is bounded in calls and in bytes; above the bound a caller is refused with
   retry_after_s.
-- At most `slots` calls execute at once; the others wait in order of arrival.
+- At most `slots` calls execute at once; the others wait in order of arrival. Calls of one session
+  and its branches execute one after another, and hold no slot while they wait for that.
 - Time in the queue counts: a call that exceeds its deadline is infrastructure, not a time-out of
   the program.
 """
@@ -271,6 +272,21 @@ class CallTable:
         """Wait for a slot and execute; failures of the service become an infrastructure result."""
         budget_s = request.deadline_s or deadlines.DEFAULT_DEADLINE_S
         deadline = admitted + budget_s
+        turn = self.executor.turn(request) if isinstance(request, RunRequest) else None
+        try:
+            if turn is None:
+                return await self._execute_in_slot(request, admitted, deadline)
+            async with asyncio.timeout_at(deadline) as waiting, turn:
+                waiting.reschedule(None)
+                return await self._execute_in_slot(request, admitted, deadline)
+        except TimeoutError:
+            message = "deadline: the deadline passed before earlier calls of the session ended"
+            return self._infrastructure(request, admitted, message)
+
+    async def _execute_in_slot(
+        self, request: CallRequest, admitted: float, deadline: float
+    ) -> CallResult:
+        budget_s = request.deadline_s or deadlines.DEFAULT_DEADLINE_S
         try:
             await self._take_slot(deadline)
         except DeadlineError as error:

@@ -17,7 +17,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import itertools
 import json
@@ -39,8 +38,8 @@ from rstar2.codeenv.protocol import (
     VerifyResult,
 )
 from rstar2.codeenv.server import selfcheck
-from rstar2.codeenv.server.sessions import Sessions
-from rstar2.codeenv.server.workers import WorkerLink, WorkerPool
+from rstar2.codeenv.server.sessions import Sessions, memory_kill
+from rstar2.codeenv.server.workers import WorkerPool
 from rstar2.codeenv.server.zygotes import WorkerLostError
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError, DeadlineError, IsolationError, UserError
@@ -110,7 +109,10 @@ class WorkerExecutor:
         config = self.config
         standard = effective_limits(Limits(), config.default, config.cap)
         session_limits = replace(
-            standard, memory_mb=config.session_memory_mb, cpu_s=config.cap.cpu_s
+            standard,
+            memory_mb=config.session_memory_mb,
+            scratch_mb=config.session_scratch_mb,
+            cpu_s=config.cap.cpu_s,
         )
         self._sessions = Sessions(config, self.workers, session_limits)
 
@@ -149,6 +151,10 @@ class WorkerExecutor:
 
     # ------------------------------------------------------------------ calls
 
+    def turn(self, request: RunRequest) -> asyncio.Lock | None:
+        """The lock of the call's session and its branches; None for a plain call."""
+        return None if request.session is None else self._sessions.turn(request.session)
+
     async def run(self, request: RunRequest, deadline: float) -> ToolResult:
         """Execute a program before a deadline (monotonic)."""
         limits = effective_limits(request.limits, self.config.default, self.config.cap)
@@ -167,7 +173,11 @@ class WorkerExecutor:
             if request.session is None:
                 attempts, answer = await self._run_warm(limits, parts, header, deadline)
             else:
-                limits = replace(limits, memory_mb=self.config.session_memory_mb)
+                limits = replace(
+                    limits,
+                    memory_mb=self.config.session_memory_mb,
+                    scratch_mb=self.config.session_scratch_mb,
+                )
                 attempt = self._in_session(request.session, parts)
                 attempts, answer = await self._attempt(attempt, 1, header, deadline)
         except (WorkerLostError, DeadlineError, IsolationError) as error:
@@ -277,8 +287,8 @@ class WorkerExecutor:
                 reply, body = await link.ask(_within(header, deadline), parts)
             except WorkerLostError:
                 self.workers.drop(link)
-                if await _killed_for_memory(link):
-                    return _memory_kill(header), b"", True
+                if await link.killed_for_memory():
+                    return memory_kill(header), b"", True
                 raise
             except BaseException:
                 self.workers.drop(link)
@@ -299,8 +309,7 @@ class WorkerExecutor:
         """A session's call: in the session's own worker, never twice."""
 
         async def attempt(header: WorkerRequest, deadline: float) -> WorkerAnswer:
-            reply, body = await self._sessions.run(session, _within(header, deadline), parts)
-            return reply, body, False
+            return await self._sessions.run(session, header, parts, deadline)
 
         return attempt
 
@@ -340,19 +349,6 @@ def _within(header: WorkerRequest, deadline: float) -> WorkerRequest:
     if left_s >= header.wall_s:
         return header
     return header._replace(wall_s=max(0.001, left_s))
-
-
-async def _killed_for_memory(link: WorkerLink) -> bool:
-    """Wait for the zygote's report on a lost worker: did the kernel kill it for memory?"""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(deadlines.EXIT_REPORT_S):
-            return await link.exited
-    return False
-
-
-def _memory_kill(header: WorkerRequest) -> WorkerReply:
-    """The reply of a worker that the kernel killed, with its call, for memory."""
-    return WorkerReply(header.seq, 9, frames.EXITED, 1, 0, 0, 0, 0.0, 0.0, float(header.memory_mb))
 
 
 def _verify_result(

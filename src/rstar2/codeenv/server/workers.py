@@ -161,6 +161,19 @@ class WorkerLink(asyncio.Protocol):
             )
         return header, body
 
+    def abort(self) -> None:
+        """End the running call of a session worker; its reply still comes."""
+        if self._transport is not None and self.alive:
+            order = WorkerRequest(0, frames.SESSION_ABORT, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0)
+            self._transport.write(order.pack())
+
+    async def killed_for_memory(self) -> bool:
+        """Wait for the zygote's report on a lost worker: did the kernel kill it for memory?"""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadlines.EXIT_REPORT_S):
+                return await asyncio.shield(self.exited)
+        return False
+
     def kill(self) -> None:
         """End the worker now, and everything in its namespace."""
         self.alive = False
@@ -257,9 +270,8 @@ class WorkerPool:
         number = next(self._numbers)
         memory_mb, scratch_mb = limits.memory_mb or 0, limits.scratch_mb or 0
         processes = limits.processes or 0
-        group = self._tree.make(
-            f"w{number}", memory_mb + scratch_mb + OVERHEAD_MB, processes + 1 + 2 * session
-        )
+        share = (memory_mb + scratch_mb + OVERHEAD_MB, processes + 1)
+        group = self._tree.make(f"w{number}", *(_session_share(limits, 1) if session else share))
         spec = JailSpec(
             level=self.isolation,
             name=f"w{number}",
@@ -281,6 +293,11 @@ class WorkerPool:
         self.links.add(link)
         return link
 
+    def make_room(self, link: WorkerLink, limits: Limits, members: int) -> None:
+        """Give a session worker's control group room for this many members."""
+        memory_mb, processes = _session_share(limits, members)
+        cgroups.raise_limits(link.spec.group, memory_mb, processes)
+
     def give_back(self, link: WorkerLink) -> None:
         """The worker is idle again."""
         self._idle.setdefault(_key(link), []).append(link)
@@ -299,6 +316,16 @@ class WorkerPool:
             oldest = min(idle, key=lambda link: link.used_at)
             self._idle[_key(oldest)].remove(oldest)
             self.drop(oldest)
+
+
+def _session_share(limits: Limits, members: int) -> tuple[int, int]:
+    """Memory in MB and processes of a session worker. One more member's share is for the copy that
+    is kept during a call."""
+    memory_mb, processes = limits.memory_mb or 0, limits.processes or 0
+    return (
+        (members + 1) * memory_mb + (limits.scratch_mb or 0) + OVERHEAD_MB,
+        (members + 1) * (processes + 1) + 1,
+    )
 
 
 def _key(link: WorkerLink) -> WorkerKey:

@@ -1,0 +1,206 @@
+"""The files of a session and its branches: each member of a family has its own.
+
+The worker keeps the files of all members in one directory that programs cannot reach, and moves
+those of the member whose call is next into the scratch directory that programs see. Moving renames
+entries, so that open files, and the paths that a program knows, stay valid. Calls of a family run
+one after another, and the processes of the others are stopped meanwhile.
+
+    files/ shm/           what the running program sees as its scratch directory and /dev/shm
+    store/NUMBER/files/   the files of another member
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Collection
+
+from rstar2.codeenv.jail import scratch
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_STORE = "store"
+_DEEPEST = 64
+"""Directories inside each other that a branch copies."""
+_CHUNK = 1 << 20
+_FILES_MODE = 0o1777
+
+
+class SessionFiles:
+    """The files of one family. `holder` is a descriptor of the directory described above."""
+
+    def __init__(self, holder: int, places: Collection[str]) -> None:
+        self._holder = holder
+        self._shown = 0
+        """Number of the member whose files are in place; 0 for none."""
+        self._keep: dict[str, set[str]] = {}
+        """Entries that belong to no member: an interpreter that is installed below scratch."""
+        for place in places:
+            opened = self._open(place)
+            self._keep[place] = set(os.listdir(opened))
+            os.close(opened)
+        os.mkdir(_STORE, 0o700, dir_fd=holder)
+
+    def show(self, number: int) -> None:
+        """Put the files of a member in place; OSError if that fails: the family is then lost."""
+        if number == self._shown:
+            return
+        for place, keep in self._keep.items():
+            if self._shown:
+                self._move(place, self._stored(self._shown, place), keep)
+            self._move(self._stored(number, place), place, ())
+        self._shown = number
+
+    def copy(self, number: int) -> None:
+        """Copy the files that are in place for a new member; OSError if that is impossible."""
+        try:
+            for place, keep in self._keep.items():
+                source, target = self._open(place), self._open(self._stored(number, place))
+                try:
+                    _copy_tree(source, target, keep)
+                finally:
+                    os.close(source)
+                    os.close(target)
+        except OSError:
+            self.drop(number)
+            raise
+
+    def discard_since(self, time_ns: int) -> None:
+        """Remove the files in place that changed at or after a time."""
+
+        def remove_new(here: int) -> list[str]:
+            directories = []
+            for name in os.listdir(here):
+                info = os.stat(name, dir_fd=here, follow_symlinks=False)
+                if stat.S_ISDIR(info.st_mode):
+                    directories.append(name)
+                elif info.st_ctime_ns >= time_ns:
+                    os.unlink(name, dir_fd=here)
+            return directories
+
+        def enter(name: str, here: int) -> int:
+            return _unlocked(name, here, _DIRECTORY, 0o700)
+
+        for place in self._keep:
+            opened = self._open(place)
+            try:
+                scratch.walk(opened, remove_new, enter, lambda name, here: None)
+            finally:
+                os.close(opened)
+
+    def drop(self, number: int) -> None:
+        """Remove the files of a member."""
+        if number == self._shown:
+            for place, keep in self._keep.items():
+                opened = self._open(place)
+                try:
+                    scratch.empty(opened, keep)
+                finally:
+                    os.close(opened)
+            self._shown = 0
+        store = os.open(_STORE, _DIRECTORY, dir_fd=self._holder)
+        try:
+            if str(number) in os.listdir(store):
+                opened = os.open(str(number), _DIRECTORY, dir_fd=store)
+                try:
+                    scratch.empty(opened)
+                finally:
+                    os.close(opened)
+                os.rmdir(str(number), dir_fd=store)
+        finally:
+            os.close(store)
+
+    def _stored(self, number: int, place: str) -> str:
+        """The path of a member's files while they are not in place; made if it is missing."""
+        for path in (f"{_STORE}/{number}", f"{_STORE}/{number}/{place}"):
+            try:
+                os.mkdir(path, 0o700, dir_fd=self._holder)
+            except FileExistsError:
+                continue
+        return f"{_STORE}/{number}/{place}"
+
+    def _open(self, path: str) -> int:
+        """Open a directory of the holder, whatever mode a program gave it."""
+        mode = stat.S_IMODE(os.stat(path, dir_fd=self._holder, follow_symlinks=False).st_mode)
+        if mode & 0o700 != 0o700:
+            os.chmod(path, _FILES_MODE, dir_fd=self._holder)
+        return os.open(path, _DIRECTORY, dir_fd=self._holder)
+
+    def _move(self, source: str, target: str, keep: Collection[str]) -> None:
+        """Move the entries of one directory to another."""
+        here, there = self._open(source), self._open(target)
+        try:
+            for name in os.listdir(here):
+                if name not in keep:
+                    _rename(name, here, there)
+        finally:
+            os.close(here)
+            os.close(there)
+
+
+def _rename(name: str, here: int, there: int) -> None:
+    """Move one entry; a directory must be writable for that."""
+    info = os.stat(name, dir_fd=here, follow_symlinks=False)
+    locked = stat.S_ISDIR(info.st_mode) and not info.st_mode & 0o200
+    if locked:
+        os.chmod(name, 0o700, dir_fd=here)
+    os.rename(name, name, src_dir_fd=here, dst_dir_fd=there)
+    if locked:
+        os.chmod(name, stat.S_IMODE(info.st_mode), dir_fd=there)
+
+
+def _copy_tree(source: int, target: int, keep: Collection[str] = (), depth: int = 0) -> None:
+    """Copy directories, regular files and symbolic links; leave out sockets."""
+    if depth > _DEEPEST:
+        raise OSError(errno.ENAMETOOLONG, f"directories are nested deeper than {_DEEPEST}")
+    for name in os.listdir(source):
+        if name in keep:
+            continue
+        info = os.stat(name, dir_fd=source, follow_symlinks=False)
+        if stat.S_ISDIR(info.st_mode):
+            os.mkdir(name, 0o700, dir_fd=target)
+            _copy_directory(name, source, target, depth)
+        elif stat.S_ISREG(info.st_mode):
+            _copy_file(name, source, target)
+        elif stat.S_ISLNK(info.st_mode):
+            os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
+            continue
+        else:
+            continue
+        os.utime(name, ns=(info.st_atime_ns, info.st_mtime_ns), dir_fd=target)
+        os.chmod(name, stat.S_IMODE(info.st_mode), dir_fd=target)
+
+
+def _copy_directory(name: str, source: int, target: int, depth: int) -> None:
+    here = _unlocked(name, source, _DIRECTORY, 0o700)
+    there = os.open(name, _DIRECTORY, dir_fd=target)
+    try:
+        _copy_tree(here, there, depth=depth + 1)
+    finally:
+        os.close(here)
+        os.close(there)
+
+
+def _copy_file(name: str, source: int, target: int) -> None:
+    here = _unlocked(name, source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    there = os.open(name, flags, 0o600, dir_fd=target)
+    try:
+        done = 0
+        while count := os.sendfile(there, here, done, _CHUNK):
+            done += count
+    finally:
+        os.close(here)
+        os.close(there)
+
+
+def _unlocked(name: str, parent: int, flags: int, needed: int) -> int:
+    """Open an entry, whatever mode the program gave it."""
+    mode = stat.S_IMODE(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
+    if mode & needed == needed:
+        return os.open(name, flags, dir_fd=parent)
+    os.chmod(name, mode | needed, dir_fd=parent)
+    try:
+        return os.open(name, flags, dir_fd=parent)
+    finally:
+        os.chmod(name, mode, dir_fd=parent)
