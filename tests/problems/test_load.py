@@ -9,6 +9,7 @@ import pytest
 from rstar2.errors import DataError
 from rstar2.problems.load import load_problems
 from rstar2.problems.model_filters import difficulty
+from rstar2.reward.grade import check_gold
 from rstar2.types import Group, Problem, Reward, StopReason, Trajectory
 
 
@@ -18,6 +19,12 @@ def test_arithmetic_is_seeded_and_split() -> None:
     assert train != load_problems("arithmetic", "train", count=64, seed=2)
     heldout = load_problems("arithmetic", "heldout", count=64, seed=1)
     assert not {p.prompt for p in train} & {p.prompt for p in heldout}
+
+
+def test_every_answer_of_the_embedded_task_can_be_checked() -> None:
+    for split in ("train", "heldout"):
+        for problem in load_problems("arithmetic", split, count=512):
+            check_gold(problem)
 
 
 def test_jsonl(tmp_path: Path) -> None:
