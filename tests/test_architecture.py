@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ LAYERS = (
     {
         *("types", "errors", "seeds", "machine", "malloc"),
         *("files", "child", "model_config", "extras", "plugins"),
+        *("paper_format", "tasks", "tool_text"),
     },
     {"config", "record", "track"},
     {
@@ -172,3 +174,34 @@ def test_one_name_one_class() -> None:
                 places.setdefault(node.name.lstrip("_"), []).append(module)
     shared = {name: where for name, where in places.items() if len(where) > 1}
     assert shared == {}
+
+
+TASK_FREE = ("agent", "grpo", "pipeline", "rollout")
+"""Parts that work for every environment: they know no tool, no prompt and no answer format."""
+TASK_WORDS = re.compile(r"python[^3]|\bboxed|<answer|<reason|RunRequest|math.verify", re.IGNORECASE)
+TASK_MODULES = (
+    *("rstar2.environments.python_math", "rstar2.environments.python_tool", "rstar2.reward"),
+    *("rstar2.paper_format", "rstar2.problems.arithmetic", "rstar2.codeenv"),
+)
+
+
+def test_the_loop_and_the_trainer_know_no_task() -> None:
+    wrong = []
+    for module, path in modules().items():
+        if part(module) not in TASK_FREE:
+            continue
+        words = TASK_WORDS.findall(path.read_text(encoding="utf-8"))
+        wrong += [f"{module} says {word!r}" for word in words]
+        wrong += [
+            f"{module} imports {name}"
+            for name in imports(path)
+            if name.startswith(TASK_MODULES) and (module, name) not in STARTS_THE_SANDBOX
+        ]
+    assert wrong == []
+
+
+STARTS_THE_SANDBOX = {
+    ("rstar2.pipeline.runtime", "rstar2.codeenv.client.client"),
+    ("rstar2.pipeline.runtime", "rstar2.codeenv.client.client.CodeEnvClient"),
+}
+"""A run starts the code environment and hands it to the environment, which alone calls it."""

@@ -44,7 +44,6 @@ from mcp.types import (
 from starlette.requests import Request
 
 from rstar2 import __version__
-from rstar2.agent.prompts import tool_text
 from rstar2.codeenv import deadlines
 from rstar2.codeenv.client import CodeEnvClient, CodeSession
 from rstar2.codeenv.protocol import RunRequest
@@ -54,6 +53,7 @@ from rstar2.codeenv.server.serve import StopSignal, bind, check_exposure, http_c
 from rstar2.config import CodeEnvConfig
 from rstar2.config.check import LOOPBACK
 from rstar2.errors import CodeEnvError, RstarError, UserError
+from rstar2.tool_text import tool_text
 from rstar2.types import Limits, Outcome, ToolResult
 
 PATH = "/mcp"

@@ -8,8 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rstar2.agent.template import Template
-from rstar2.codeenv.protocol import RunRequest
-from rstar2.types import Finish, Generation, Outcome, Sampling, ToolResult, spans
+from rstar2.codeenv.protocol import RunRequest, SessionInfo, VerifyRequest, VerifyResult
+from rstar2.environments.python_math import PythonMath
+from rstar2.environments.python_tool import python_spec
+from rstar2.types import Finish, Generation, Outcome, Problem, Sampling, ToolResult, spans
+
+TOOLS = (python_spec(),)
+
+
+def prompt_of(template: Template, problem: Problem) -> tuple[int, ...]:
+    """The prompt of a problem of python-math."""
+    environment = PythonMath(template.config)
+    return template.prompt_ids(environment.messages(problem), TOOLS)
 
 
 @dataclass
@@ -81,3 +91,14 @@ class ScriptedTools:
         if self.reply is not None:
             return self.reply(request)
         return ToolResult(request.id, Outcome.OK, stdout=f"ran {request.code}\n")
+
+    async def verify(self, request: VerifyRequest) -> VerifyResult:
+        raise AssertionError("nothing is graded here")
+
+    async def open_session(
+        self, session: str | None = None, ttl_s: float | None = None
+    ) -> SessionInfo:
+        raise AssertionError("python-math has no sessions")
+
+    async def close_session(self, session: str) -> None:
+        raise AssertionError("python-math has no sessions")

@@ -14,10 +14,10 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rstar2.agent.prompts import INSTRUCTION, SYSTEM
 from rstar2.agent.template import Template
 from rstar2.config import TemplateConfig
 from rstar2.learner.tiny import make_tokenizer
+from rstar2.paper_format import INSTRUCTION, REASON_OPEN, SYSTEM
 
 CORPUS = [
     SYSTEM,
@@ -181,7 +181,7 @@ def template_of(
     config = TemplateConfig.model_validate(
         {"system": system, "instruction": instruction, "prefill_reason": prefill}
     )
-    return Template(tokenizer_of(family), config)
+    return Template(tokenizer_of(family), config, REASON_OPEN if prefill else "")
 
 
 @cache

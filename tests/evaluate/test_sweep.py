@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from rstar2.agent.loop import RolloutSpec
-from rstar2.codeenv.protocol import RunRequest, VerifyRequest, VerifyResult
 from rstar2.config import AgentConfig, SamplingConfig, TemplateConfig
 from rstar2.engine.openai import ChatReply
+from rstar2.environments.python_math import PythonMath
 from rstar2.errors import EngineError, InfrastructureError
 from rstar2.evaluate.answerers import EndpointAnswerer, Task
 from rstar2.evaluate.benchmarks import Benchmark
@@ -28,6 +28,7 @@ from rstar2.types import (
     ToolResult,
     Trajectory,
 )
+from tests.agent.agent_fakes import ScriptedTools
 from tests.evaluate.evaluate_helpers import given, problem, settings
 
 SET = Benchmark("set", "made", tuple(problem(name) for name in "abc"))
@@ -121,18 +122,10 @@ class Chat:
         return reply
 
 
-class Tools:
-    """Runs nothing; prints 1."""
-
-    async def run(self, request: RunRequest) -> ToolResult:
-        return ToolResult(request.id, Outcome.OK, stdout="1\n")
-
-    async def verify(self, request: VerifyRequest) -> VerifyResult:
-        raise AssertionError("integers need no algebra")
-
-
 def endpoint(chat: Chat, retries: int = 1) -> EndpointAnswerer:
-    return EndpointAnswerer(chat, Tools(), Tools(), AgentConfig(retries=retries), TemplateConfig())
+    tools = ScriptedTools(lambda request: ToolResult(request.id, Outcome.OK, stdout="1\n"))
+    agent = AgentConfig(retries=retries)
+    return EndpointAnswerer(chat, PythonMath(), tools, agent, TemplateConfig())
 
 
 TASK = Task("set", problem("a"), "eval/set/0", 0, 7)

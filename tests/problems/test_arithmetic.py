@@ -10,15 +10,14 @@ from collections import Counter
 
 import pytest
 
-from rstar2.agent.prompts import tool_text
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import DataError
 from rstar2.problems import arithmetic
 from rstar2.problems.arithmetic import KINDS, heldout, make_problems, sft_conversations
-from rstar2.problems.load import Split
-from rstar2.types import Conversation, Outcome
+from rstar2.tool_text import tool_text
+from rstar2.types import Conversation, Outcome, Split
 
 
 @pytest.fixture(scope="module")

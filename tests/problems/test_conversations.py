@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rstar2.config import SftConfig
+from rstar2.environments.python_math import PythonMath
 from rstar2.errors import DataError
 from rstar2.problems.conversations import batches, held_out, read_conversations, sft_steps
 
@@ -25,7 +26,7 @@ def talk(tmp_path: Path) -> Path:
 
 
 def asked(config: SftConfig, first: int, count: int) -> list[list[str]]:
-    stream = batches(config, seed=1, first=first)
+    stream = batches(config, seed=1, first=first, demonstrations=PythonMath().demonstrations)
     return [[c.messages[0].content for c in batch] for batch in itertools.islice(stream, count)]
 
 
@@ -45,6 +46,7 @@ def test_the_embedded_stream_starts_later_too_and_ends() -> None:
     whole = asked(config, 0, 99)
     assert len(whole) == 6
     assert asked(config, 4, 99) == whole[4:]
+    assert asked(SftConfig(steps=6, batch=4), 0, 99) == whole, "python-math demonstrates the same"
 
 
 def test_steps_from_epochs(talk: Path) -> None:
@@ -55,7 +57,7 @@ def test_steps_from_epochs(talk: Path) -> None:
 
 
 def test_held_out_conversations_use_the_tool() -> None:
-    conversations = held_out(SftConfig(), 8)
+    conversations = held_out(SftConfig(), 8, demonstrations=PythonMath().demonstrations)
     assert len(conversations) == 8
     assert all("<tool_call>" in c.messages[1].content for c in conversations)
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import re
 
-from rstar2.agent.parser import answer_of, parse_turn
+from rstar2.agent.parser import CallParser
+from rstar2.environments.python_tool import python_spec
+from rstar2.paper_format import answer_of
 from rstar2.problems.toolformat import SLIP_SHARE, conversations
+
+PARSER = CallParser((python_spec(),), 4)
 
 
 def test_every_turn_is_what_the_parser_reads() -> None:
     for conversation in conversations(300, 0):
         *calls, answer = [m.content for m in conversation.messages if m.role == "assistant"]
         for text in calls:
-            (call,) = parse_turn(text, turn_id="t", max_calls=4).calls
+            (call,) = PARSER.parse(text, "t")
             assert call.error is None
             assert call.shown
         outputs = [m.content for m in conversation.messages if m.role == "tool"]
@@ -33,7 +37,7 @@ def test_what_to_compute_is_always_said() -> None:
     """Numbers of an expression are in the request in the same order: there is nothing to find."""
     for conversation in conversations(300, 2):
         request, call = conversation.messages[0].content, conversation.messages[1].content
-        code = parse_turn(call, turn_id="t", max_calls=1).calls[0].code
+        code = PARSER.parse(call, "t")[0].shown
         numbers = re.findall(r"\d+", code)
         if any(sign in code for sign in "+*"):
             assert re.findall(r"\d+", request) == numbers

@@ -8,19 +8,21 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rstar2.agent.loop import RolloutSpec
+from rstar2.agent.loop import AgentLoop, RolloutSpec
 from rstar2.agent.template import Template
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.config import AgentConfig, CodeEnvConfig, SamplingConfig, SchedulerConfig
 from rstar2.engine.base import Engine
 from rstar2.engine.vllm import VllmEngine
 from rstar2.engine.vllm_supervisor import members
+from rstar2.environments.python_math import PythonMath
 from rstar2.errors import EngineError
 from rstar2.learner.weights import publish
 from rstar2.problems.load import load_problems
 from rstar2.rollout.fleet import Fleet
-from rstar2.rollout.groups import GroupRunner, together
+from rstar2.rollout.groups import GroupRunner
 from rstar2.rollout.scheduler import Scheduler
+from rstar2.tasks import together
 from rstar2.types import Group, WeightVersion
 from tests.e2e.miniature import miniature
 from tests.vllm.reference import learner_of
@@ -49,7 +51,9 @@ async def test_killed_engine_loses_no_rollout_and_comes_back_verified(
 
     learner = learner_of(stage)
     recipe = miniature(data, deterministic=False)
+    assert recipe.rl.problems is not None
     problems = load_problems(recipe.rl.problems, "train", count=None, seed=0)
+    environment = PythonMath(recipe.template)
 
     async def recover(engine: Engine) -> WeightVersion:
         await engine.start()
@@ -65,8 +69,9 @@ async def test_killed_engine_loses_no_rollout_and_comes_back_verified(
     async with await CodeEnvClient.start(CodeEnvConfig(slots=2)) as tools:
         tokenizer = AutoTokenizer.from_pretrained(stage)
         assert isinstance(tokenizer, PreTrainedTokenizerFast)
-        template = Template(tokenizer, recipe.template)
-        runner = GroupRunner(fleet, tools, tools, template, AgentConfig(generate_deadline_s=300))
+        template = Template(tokenizer, recipe.template, environment.prefill)
+        agent = AgentConfig(generate_deadline_s=300)
+        runner = GroupRunner(AgentLoop(environment, fleet, tools, template, agent))
 
         async def draw(index: int, attempt: int) -> Group:
             return await runner.run(

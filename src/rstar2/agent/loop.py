@@ -4,21 +4,26 @@ What ends a rollout, in the order of the checks after each turn:
 
 | event                                                      | StopReason                     |
 |------------------------------------------------------------|--------------------------------|
+| the environment could not open an episode                  | ENVIRONMENT_FAILED             |
 | the engine died, refused, or returned an invalid result    | ENGINE_FAILED                  |
 | the engine cancelled the request                           | CANCELLED                      |
 | the turn reached the length limit                          | MAX_LENGTH                     |
-| no tool call in the turn                                   | ANSWERED or NO_ANSWER          |
 | a tool call in the last allowed turn (it is not executed)  | MAX_TURNS                      |
-| no server could execute a call                             | TOOL_FAILED                    |
+| a call could not be executed                               | TOOL_FAILED                    |
 | too many calls in a row that cannot be executed            | INVALID_CALLS                  |
-| the tool response leaves no room for another token         | MAX_LENGTH (it is not appended)|
+| no tool call, and the environment has no reply             | ANSWERED or NO_ANSWER          |
+| no tool call, and the environment failed to reply          | ENVIRONMENT_FAILED             |
+| a reply after the last allowed turn (it is not appended)   | MAX_TURNS                      |
+| the response or reply leaves no room for another token     | MAX_LENGTH (it is not appended)|
 
 Invariants: the ids of a turn's prompt start with all ids before it (checked every turn); every
 sampled token has its logprob and weight version (checked every turn); the model never reads an
-infrastructure failure; the generator's session is released exactly once, also on cancellation,
-which then propagates. Infrastructure failures are returned as data, never raised.
+infrastructure failure; the generator's session is released exactly once and then the episode is
+closed exactly once, also on cancellation, which then propagates. Infrastructure failures are
+returned as data, never raised.
 
-`chat_loop` is the same loop for endpoints that return text without token ids.
+`episodes` has what both loops do with an episode. `chat_loop` is the same loop for endpoints that
+return text without token ids.
 """
 
 from __future__ import annotations
@@ -27,32 +32,39 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from rstar2.agent.parser import ParsedTurn, answer_of, parse_turn
+from rstar2.agent.episodes import (
+    GRACE_S,
+    CallRunner,
+    EpisodeError,
+    Observer,
+    Replied,
+    TurnSampled,
+    ask_reply,
+    conclude,
+    failure_of,
+    open_episode,
+    reply_text,
+    result_reporter,
+    stop_before_calls,
+)
+from rstar2.agent.parser import CallParser
 from rstar2.agent.template import Template
-from rstar2.codeenv.protocol import RunRequest
 from rstar2.config import AgentConfig, SamplingConfig
 from rstar2.engine.base import Generator
-from rstar2.errors import (
-    CodeEnvError,
-    DeadlineError,
-    EngineError,
-    InfrastructureError,
-    InvariantError,
-)
+from rstar2.environments.base import EnvironmentProtocol, EpisodeProtocol, SandboxClient
+from rstar2.errors import DeadlineError, EngineError, InfrastructureError, InvariantError
 from rstar2.seeds import derive_seed
+from rstar2.tasks import to_the_end
 from rstar2.types import (
     Failure,
     Finish,
     Generation,
-    Outcome,
     Problem,
     Sampling,
     StopReason,
-    ToolCall,
     ToolResult,
     Trajectory,
     Turn,
@@ -61,123 +73,6 @@ from rstar2.types import (
 log = logging.getLogger(__name__)
 
 RELEASE_DEADLINE_S = 10.0
-GRACE_S = 5.0
-"""The loop waits this much longer than the engine's or the client's own deadline."""
-
-
-# --------------------------------------------------------------------------- events
-
-
-@dataclass(frozen=True, slots=True)
-class TurnSampled:
-    """The model finished a turn."""
-
-    turn: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolReturned:
-    """A tool call returned; `text` is what the model reads."""
-
-    turn: int
-    call: ToolCall
-    result: ToolResult
-    text: str
-
-
-LoopEvent = TurnSampled | ToolReturned
-Observer = Callable[[LoopEvent], None]
-
-
-def result_reporter(
-    observer: Observer | None, text_of: Callable[[ToolResult], str]
-) -> Callable[[int, ToolCall, ToolResult], None] | None:
-    """A callback that sends tool results to the observer, with the text that the model reads."""
-    if observer is None:
-        return None
-    return lambda turn, call, result: observer(ToolReturned(turn, call, result, text_of(result)))
-
-
-# --------------------------------------------------------------------------- tool calls
-
-
-class ToolRunner(Protocol):
-    """The method of the code environment's client that the loop needs."""
-
-    async def run(self, request: RunRequest) -> ToolResult: ...
-
-
-@dataclass(slots=True)
-class CallRunner:
-    """Runs the tool calls of one rollout in order and counts invalid calls in a row.
-
-    A call that could not be parsed returns its error; a program's own failure is data for the
-    model; an infrastructure failure ends the rollout and is never shown to the model.
-    """
-
-    tools: ToolRunner
-    agent: AgentConfig
-    on_result: Callable[[int, ToolCall, ToolResult], None] | None = None
-    invalid: int = 0
-    failure: Failure | None = None
-
-    async def run(
-        self, turn: int, calls: Sequence[ToolCall], results: list[ToolResult]
-    ) -> StopReason | None:
-        """Append to `results` in order; returns why the rollout must stop, or None."""
-        for call in calls:
-            if call.error is not None:
-                self.invalid += 1
-                result = ToolResult(call.id, call.error, message=call.message)
-            else:
-                self.invalid = 0
-                try:
-                    result = await self._execute(call)
-                except (InfrastructureError, OSError) as error:
-                    self.failure = failure_of(error)
-                    return StopReason.TOOL_FAILED
-            results.append(result)
-            if result.outcome is Outcome.INFRASTRUCTURE:
-                message = result.message or "a tool call could not be executed"
-                self.failure = failure_of(CodeEnvError(message))
-                return StopReason.TOOL_FAILED
-            if self.on_result is not None:
-                self.on_result(turn, call, result)
-            if self.invalid >= self.agent.invalid_calls:
-                return StopReason.INVALID_CALLS
-        return None
-
-    async def _execute(self, call: ToolCall) -> ToolResult:
-        deadline = self.agent.tool_deadline_s
-        code, stdin = call.arguments["code"], call.arguments.get("input", "")
-        request = RunRequest(call.id, code, stdin=stdin, deadline_s=deadline)
-        try:
-            async with asyncio.timeout(deadline + GRACE_S):
-                result = await self.tools.run(request)
-        except TimeoutError as error:
-            raise DeadlineError(f"no tool result within {deadline + GRACE_S:g} s") from error
-        if result.call_id != call.id:
-            raise CodeEnvError(f"requested call {call.id}, got the result of {result.call_id}")
-        return result
-
-
-def failure_of(error: InfrastructureError | OSError) -> Failure:
-    """The error as a Failure with the error's name."""
-    name = error.name if isinstance(error, InfrastructureError) else "connection"
-    return Failure(name, str(error) or type(error).__name__)
-
-
-def stop_before_tools(finish: Finish, parsed: ParsedTurn, *, last_turn: bool) -> StopReason | None:
-    """Why the rollout ends with this turn, before its tool calls run; None if they run."""
-    if finish is Finish.LENGTH:
-        return StopReason.MAX_LENGTH
-    if not parsed.calls:
-        return StopReason.ANSWERED if parsed.answered else StopReason.NO_ANSWER
-    return StopReason.MAX_TURNS if last_turn else None
-
-
-# --------------------------------------------------------------------------- the token loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,65 +85,96 @@ class RolloutSpec:
     max_turns: int
 
 
-async def run_trajectory(
-    problem: Problem,
-    *,
-    id: str,
-    group_id: str,
-    seed: int,
-    generator: Generator,
-    tools: ToolRunner,
-    template: Template,
-    agent: AgentConfig,
-    spec: RolloutSpec,
-    observer: Observer | None = None,
-    prompt_ids: Sequence[int] | None = None,
-) -> Trajectory:
-    """Run one rollout. `prompt_ids` replaces the problem's own prompt (follow-ups in a chat)."""
-    start = tuple(template.prompt_ids(problem) if prompt_ids is None else prompt_ids)
-    calls = CallRunner(tools, agent, result_reporter(observer, template.tool_text))
-    rollout = _TokenLoop(id, seed, start, generator, calls, template, agent, spec, observer)
-    started_at, clock = time.time(), time.perf_counter()
-    try:
-        stop = await rollout.run()
-    finally:
-        await release_session(generator, id)
-    return Trajectory(
-        id=id,
-        problem_id=problem.id,
-        group_id=group_id,
-        seed=seed,
-        prompt_ids=start,
-        turns=tuple(rollout.turns),
-        stop=stop,
-        answer_tags=rollout.answer_tags,
-        answer=rollout.answer,
-        text="".join(rollout.text),
-        failure=rollout.failure,
-        started_at=started_at,
-        wall_s=time.perf_counter() - clock,
-    )
+@dataclass(frozen=True, slots=True)
+class AgentLoop:
+    """Runs rollouts of one environment with one policy; any number at the same time."""
+
+    environment: EnvironmentProtocol
+    generator: Generator
+    sandbox: SandboxClient | None
+    """The code environment; None if the environment does not need it."""
+    template: Template
+    config: AgentConfig
+
+    async def run(
+        self,
+        problem: Problem,
+        *,
+        id: str,
+        group_id: str,
+        seed: int,
+        spec: RolloutSpec,
+        observer: Observer | None = None,
+        prompt_ids: Sequence[int] | None = None,
+        graded: bool = True,
+    ) -> Trajectory:
+        """Run one rollout. `prompt_ids` replaces the episode's own prompt (follow-ups in a chat).
+
+        Without `graded` the environment is not asked for a reward.
+        """
+        blank = Trajectory(id, problem.id, group_id, seed, (), (), StopReason.ENVIRONMENT_FAILED)
+        blank = replace(blank, started_at=time.time())
+        clock = time.perf_counter()
+        opening = open_episode(
+            self.environment,
+            problem,
+            seed=seed,
+            sandbox=self.sandbox,
+            deadline_s=self.config.tool_deadline_s,
+        )
+        try:
+            async with opening as episode:
+                start = (
+                    self.template.prompt_ids(episode.messages, episode.tools)
+                    if prompt_ids is None
+                    else tuple(prompt_ids)
+                )
+                rollout = _TokenLoop(id, seed, start, self, episode, spec, observer)
+                try:
+                    stop = await rollout.run()
+                finally:
+                    await release_session(self.generator, id)
+                trajectory = replace(
+                    blank,
+                    prompt_ids=start,
+                    turns=tuple(rollout.turns),
+                    stop=stop,
+                    text="".join(rollout.text),
+                    failure=rollout.failure,
+                    wall_s=time.perf_counter() - clock,
+                )
+                return await conclude(
+                    self.environment, episode, trajectory, self.config, graded=graded
+                )
+        except EpisodeError as error:
+            return replace(blank, failure=error.failure, wall_s=time.perf_counter() - clock)
 
 
-@dataclass(slots=True)
 class _TokenLoop:
     """One trajectory while it grows."""
 
-    id: str
-    seed: int
-    ids: tuple[int, ...]
-    generator: Generator
-    calls: CallRunner
-    template: Template
-    agent: AgentConfig
-    spec: RolloutSpec
-    observer: Observer | None
-    turns: list[Turn] = field(default_factory=list)
-    text: list[str] = field(default_factory=list)
-    answer: str | None = None
-    answer_tags: int = 0
-    failure: Failure | None = None
-    clock: float = field(default_factory=time.perf_counter)
+    def __init__(
+        self,
+        id: str,
+        seed: int,
+        ids: tuple[int, ...],
+        loop: AgentLoop,
+        episode: EpisodeProtocol,
+        spec: RolloutSpec,
+        observer: Observer | None,
+    ) -> None:
+        self.id, self.seed, self.ids = id, seed, ids
+        self.generator, self.template, self.agent = loop.generator, loop.template, loop.config
+        self.episode, self.spec, self.observer = episode, spec, observer
+        self.parser = CallParser(
+            tuple(episode.tools), self.agent.calls_per_turn, episode.answer_tags
+        )
+        reporter = result_reporter(observer, self.template.tool_text)
+        self.calls = CallRunner(episode, self.agent, reporter)
+        self.turns: list[Turn] = []
+        self.text: list[str] = []
+        self.failure: Failure | None = None
+        self.clock = time.perf_counter()
 
     async def run(self) -> StopReason:
         """Take turns until one of them ends the rollout."""
@@ -269,37 +195,62 @@ class _TokenLoop:
             return StopReason.ENGINE_FAILED
         generated = time.perf_counter()
         text = self.template.turn_text(generation.token_ids)
-        parsed = parse_turn(text, turn_id=f"{self.id}/{index}", max_calls=self.agent.calls_per_turn)
-        self._record_text(index, text, parsed)
-        stop = self._stop_before_tools(index, generation, parsed)
-        results: list[ToolResult] = []
-        response: tuple[int, ...] = ()
-        if stop is None:
-            stop = await self.calls.run(index, parsed.calls, results)
-            self.failure = self.calls.failure
-        if stop is None:
-            stop, response = self._respond(generation, parsed.calls, results)
-        self.turns.append(
-            Turn(
-                sampled_ids=generation.token_ids,
-                logprobs=generation.logprobs,
-                versions=generation.versions,
-                calls=parsed.calls,
-                results=tuple(results),
-                response_ids=response,
-                entropies=generation.entropies,
-                finish=generation.finish,
-                engine=generation.engine,
-                started_s=started - self.clock,
-                queue_s=generation.queue_s,
-                preempted_s=generation.preempted_s,
-                generate_s=generated - started,
-                tools_s=time.perf_counter() - generated,
-                cached_tokens=generation.cached_tokens,
-            )
+        self.text.append(text)
+        if self.observer is not None:
+            self.observer(TurnSampled(index, text))
+        turn = Turn(
+            sampled_ids=generation.token_ids,
+            logprobs=generation.logprobs,
+            versions=generation.versions,
+            calls=self.parser.parse(text, f"{self.id}/{index}"),
+            text=text,
+            entropies=generation.entropies,
+            finish=generation.finish,
+            engine=generation.engine,
+            started_s=started - self.clock,
+            queue_s=generation.queue_s,
+            preempted_s=generation.preempted_s,
+            generate_s=generated - started,
+            cached_tokens=generation.cached_tokens,
         )
-        self._extend(generation.token_ids, response)
+        turn, stop = await self._continue(index, turn)
+        turn = replace(turn, tools_s=time.perf_counter() - generated)
+        self.turns.append(turn)
+        self._extend(turn.sampled_ids, turn.response_ids)
         return stop
+
+    async def _continue(self, index: int, turn: Turn) -> tuple[Turn, StopReason | None]:
+        """Run the calls of a turn, or ask for a reply; the turn with what follows it."""
+        last_turn = index + 1 >= self.spec.max_turns
+        if turn.finish is Finish.CANCELLED:
+            self.failure = Failure("cancelled", "the engine cancelled the request")
+            return turn, StopReason.CANCELLED
+        stop = stop_before_calls(turn.finish, turn.calls, last_turn=last_turn)
+        if stop is not None:
+            return turn, stop
+        if turn.calls:
+            results: list[ToolResult] = []
+            stop = await self.calls.run(index, turn.calls, results)
+            self.failure = self.calls.failure
+            turn = replace(turn, results=tuple(results))
+            return (turn, stop) if stop is not None else self._respond(turn)
+        return await self._reply(index, turn, last_turn=last_turn)
+
+    async def _reply(
+        self, index: int, turn: Turn, *, last_turn: bool
+    ) -> tuple[Turn, StopReason | None]:
+        try:
+            reply = await ask_reply(self.episode, turn, self.agent)
+        except EpisodeError as error:
+            self.failure = error.failure
+            return turn, StopReason.ENVIRONMENT_FAILED
+        if reply is None:
+            return turn, StopReason.ANSWERED
+        if last_turn:
+            return turn, StopReason.MAX_TURNS
+        if self.observer is not None:
+            self.observer(Replied(index, reply_text(reply)))
+        return self._respond(replace(turn, reply=reply))
 
     async def _generate(self, index: int) -> Generation:
         sampling = Sampling(
@@ -321,38 +272,20 @@ class _TokenLoop:
         check_generation(generation, sampling)
         return generation
 
-    def _record_text(self, index: int, text: str, parsed: ParsedTurn) -> None:
-        """Keep the text, the answer and the count of answer tags; notify the observer."""
-        self.text.append(text)
-        self.answer_tags += parsed.answer_tags
-        if parsed.answered:
-            self.answer = answer_of(text)
-        if self.observer is not None:
-            self.observer(TurnSampled(index, text))
-
-    def _stop_before_tools(
-        self, index: int, generation: Generation, parsed: ParsedTurn
-    ) -> StopReason | None:
-        if generation.finish is Finish.CANCELLED:
-            self.failure = Failure("cancelled", "the engine cancelled the request")
-            return StopReason.CANCELLED
-        last_turn = index + 1 >= self.spec.max_turns
-        return stop_before_tools(generation.finish, parsed, last_turn=last_turn)
-
-    def _respond(
-        self, generation: Generation, calls: Sequence[ToolCall], results: Sequence[ToolResult]
-    ) -> tuple[StopReason | None, tuple[int, ...]]:
-        response = self.template.response(
-            results,
-            calls,
-            limit=self.agent.response_tokens,
-            closed=generation.token_ids[-1] in self.template.stop_ids,
-        )
-        total = len(self.ids) + len(generation.token_ids) + len(response.ids)
+    def _respond(self, turn: Turn) -> tuple[Turn, StopReason | None]:
+        """Append the tool responses or the reply, if there is room for another token after it."""
+        limit = self.agent.response_tokens
+        closed = turn.sampled_ids[-1] in self.template.stop_ids
+        if turn.reply:
+            text = reply_text(turn.reply)
+            response = self.template.follow_up(text, limit=limit, closed=closed)
+        else:
+            response = self.template.response(turn.results, turn.calls, limit=limit, closed=closed)
+        total = len(self.ids) + len(turn.sampled_ids) + len(response.ids)
         if total >= self.spec.max_length:
-            return StopReason.MAX_LENGTH, ()
+            return turn, StopReason.MAX_LENGTH
         self.text.append(response.text)
-        return None, response.ids
+        return replace(turn, response_ids=response.ids), None
 
     def _extend(self, sampled: tuple[int, ...], response: tuple[int, ...]) -> None:
         """Append to the ids, never rewrite them: the next prompt has this one as its prefix."""
@@ -378,19 +311,10 @@ def check_generation(generation: Generation, sampling: Sampling) -> None:
 
 async def release_session(generator: Generator, session: str) -> None:
     """Release the session on the engine, even if this task is cancelled during the release."""
-    task = asyncio.ensure_future(_release_with_deadline(generator, session))
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    task.result()
+    await to_the_end(_release(generator, session))
 
 
-async def _release_with_deadline(generator: Generator, session: str) -> None:
+async def _release(generator: Generator, session: str) -> None:
     try:
         async with asyncio.timeout(RELEASE_DEADLINE_S):
             await generator.release(session)

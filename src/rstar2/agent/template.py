@@ -17,28 +17,23 @@ front of the response, masked out like the rest of it.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rstar2.agent.prompts import (
-    CHAT_TEMPLATE,
-    INSTRUCTION,
-    REASON_OPEN,
-    SYSTEM,
-    TOOL,
-    system_text,
-    tool_text,
-)
+from rstar2.agent.prompts import CHAT_TEMPLATE, shown_to_model, system_text
 from rstar2.config import TemplateConfig
+from rstar2.environments.base import ToolSpec
 from rstar2.errors import InvariantError, UserError
-from rstar2.types import Conversation, Message, Problem, ToolCall, ToolResult
+from rstar2.tool_text import tool_text
+from rstar2.types import Conversation, Message, ToolCall, ToolResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["CHAT_TEMPLATE", "TOOL", "Continuation", "Template", "settings_of"]
+__all__ = ["CHAT_TEMPLATE", "Continuation", "Template", "settings_of"]
 
 CHATML = ("<|im_start|>", "<|im_end|>")
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
@@ -50,6 +45,8 @@ MARKER = "@@rstar2-content-"
 """Takes the place of a message's content while a chat template is rendered."""
 CHARS_PER_TOKEN = 16
 """Tool output beyond this many characters per allowed token is cut before it is tokenised."""
+KEPT_OPENINGS = 64
+"""Rendered openings of prompts (system text and tool signatures) that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +61,6 @@ class Continuation:
 class _Frames:
     """The text that a chat template puts around the contents."""
 
-    before_user: str
-    after_user: str
     end_of_turn: str
     between: str
     """From the end-of-turn token to the content of the next user message."""
@@ -81,12 +76,15 @@ class Template:
     """Builds prompts and continuations for one tokenizer; cheap to call, safe to share.
 
     The chat template and these settings are stored in the tokenizer, so that a checkpoint saved
-    with it records what the policy was trained with.
+    with it records what the policy was trained with. `prefill` is the environment's: the text that
+    every first turn starts with, as part of the prompt.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, config: TemplateConfig) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, config: TemplateConfig, prefill: str = ""
+    ) -> None:
         self.tokenizer = tokenizer
-        self.config = config
+        self.config, self.prefill = config, prefill
         if not tokenizer.is_fast:
             raise UserError("the tokenizer has no tokenizer.json: convert it to a fast tokenizer")
         self._backend = tokenizer.backend_tokenizer
@@ -102,7 +100,7 @@ class Template:
         if self.chatml:
             tokenizer.chat_template = CHAT_TEMPLATE
         tokenizer.init_kwargs[SETTINGS] = config.model_dump()
-        self.tools: tuple[Mapping[str, Any], ...] = (TOOL,) if config.system == "paper" else ()
+        self._openings: dict[str, str] = {}
         self._specials = _special_pattern(tokenizer)
         self._system_role = self._renders_system()
         self._frames = self._find_frames()
@@ -114,20 +112,35 @@ class Template:
 
     # ----------------------------------------------------------------- prompts
 
-    def prompt_messages(self, problem: Problem) -> tuple[Message, ...]:
-        """The messages of a new rollout; `self.tools` are the tool signatures that go with them."""
-        user = self._neutral(problem.prompt.strip())
-        if self.config.instruction == "paper":
-            user = INSTRUCTION.format(problem=user)
-        messages = (Message("user", user),)
-        return (Message("system", SYSTEM), *messages) if self.config.system == "paper" else messages
+    def prompt_ids(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
+    ) -> tuple[int, ...]:
+        """The prompt of an episode: its messages, the header of the first turn and the prefill."""
+        if not messages or messages[-1].role != "user":
+            raise UserError("the messages of an episode must end with a message of role user")
+        shown, signatures = shown_to_model(messages, tools, self.config)
+        marked, contents = [], []
+        for message in _merge_tool_messages(shown):
+            content = message.content
+            if message.role != "system":
+                contents.append(self._neutral(content.strip()))
+                content = _marker(len(contents))
+            marked.append(Message(message.role, content))
+        rest, text = self._opening(marked, signatures), ""
+        for index, content in enumerate(contents, start=1):
+            before, rest = _split(rest, _marker(index))
+            text += before + content
+        prefill = self._frames.before_reply + self.prefill if self.prefill else ""
+        return self.encode(text + rest + prefill)
 
-    def prompt_ids(self, problem: Problem) -> tuple[int, ...]:
-        """The prompt with the header of the first turn and, if configured, the open `<reason>`."""
-        user = self.prompt_messages(problem)[-1].content
-        frames = self._frames
-        prefill = frames.before_reply + REASON_OPEN if self.config.prefill_reason else ""
-        return self.encode(f"{frames.before_user}{user}{frames.after_user}{prefill}")
+    def _opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+        """The rendered messages; the same for all rollouts of most environments, so it is kept."""
+        key = json.dumps([[(m.role, m.content) for m in messages], list(tools)])
+        if key not in self._openings:
+            if len(self._openings) >= KEPT_OPENINGS:
+                self._openings.clear()
+            self._openings[key] = self._render(messages, tools, add_generation_prompt=True)
+        return self._openings[key]
 
     # ----------------------------------------------------------------- continuations
 
@@ -149,9 +162,12 @@ class Template:
         blocks = [self._block(self.tool_text(result), share) for result in results]
         return self._continuation("\n".join(blocks), closed)
 
-    def follow_up(self, text: str, *, closed: bool = True) -> Continuation:
-        """The next user message of a chat and the header of the next turn."""
-        return self._continuation(self._neutral(text.strip()), closed)
+    def follow_up(
+        self, text: str, *, limit: int | None = None, closed: bool = True
+    ) -> Continuation:
+        """The next user message and the header of the next turn; `limit` caps its tokens."""
+        content = self._neutral(text.strip())
+        return self._continuation(content if limit is None else self._cut(content, limit), closed)
 
     def tool_text(self, result: ToolResult) -> str:
         """The text of one result for the model, with control tokens in it neutralised."""
@@ -263,8 +279,8 @@ class Template:
         end, lead = self._frames.end_of_turn, self._frames.before_reply
         for index, content in enumerate(contents, start=1):
             before, text = _split(text, _marker(index))
-            if index == 1 and self.config.prefill_reason and content.startswith(REASON_OPEN):
-                before, content = before + REASON_OPEN, content.removeprefix(REASON_OPEN)
+            if index == 1 and self.prefill and content.startswith(self.prefill):
+                before, content = before + self.prefill, content.removeprefix(self.prefill)
             elif before.endswith(lead):
                 before, content = before.removesuffix(lead), lead + content
             gap, text = _split(text, end)
@@ -356,11 +372,10 @@ class Template:
 
     def _find_frames(self) -> _Frames:
         user, reply, response = _marker(1), _marker(2), _marker(3)
-        opening = (*self.prompt_messages(Problem("", user, ""))[:-1], Message("user", user))
-        prompt = self._render(opening, self.tools, add_generation_prompt=True)
-        before, after = _split(prompt, user)
+        opening = (Message("user", user),)
+        prompt = self._render(opening, (), add_generation_prompt=True)
         turns = (*opening, Message("assistant", reply), Message("user", response))
-        whole = self._render(turns, self.tools, add_generation_prompt=True)
+        whole = self._render(turns, (), add_generation_prompt=True)
         header, rest = _split(whole, reply)
         lead = header.removeprefix(prompt) if header.startswith(prompt) else ""
         between, after_response = _split(rest, response)
@@ -368,8 +383,6 @@ class Template:
         if end is None:
             raise UserError("the chat template ends no assistant turn with a special token")
         return _Frames(
-            before_user=before,
-            after_user=after,
             end_of_turn=end[0],
             between=between[end.end() :],
             after_response=after_response,

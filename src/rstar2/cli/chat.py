@@ -20,11 +20,19 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 from rich.console import Console
 
-from rstar2.agent.loop import LoopEvent, RolloutSpec, ToolReturned, run_trajectory
+from rstar2.agent.episodes import (
+    LoopEvent,
+    Replied,
+    ToolReturned,
+    conclude,
+    open_episode,
+)
+from rstar2.agent.loop import AgentLoop, RolloutSpec
 from rstar2.agent.template import Template, settings_of
 from rstar2.cli.chat_output import ColouredOutput
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.config import AgentConfig, CodeEnvConfig, SamplingConfig, TemplateConfig
+from rstar2.environments.python_math import PythonMath
 from rstar2.errors import UserError
 from rstar2.record.read import read_recipe, rl_stage_names
 from rstar2.types import Generation, Message, Problem, Sampling, StopReason, Trajectory, encode
@@ -254,40 +262,44 @@ class EmbeddedSpeaker:
     def __init__(
         self, engine: EmbeddedEngine, template: Template, tools: CodeEnvClient, options: Options
     ) -> None:
-        self._template, self._tools, self._options = template, tools, options
+        self._template, self._options = template, options
         self._output = None if options.as_json else ColouredOutput(Console())
         show = self._output.feed if self._output else lambda _text: None
         end = self._output.end if self._output else lambda: None
-        self._generator = Streaming(engine, template, show, end)
+        self._loop = AgentLoop(
+            PythonMath(template.config),
+            Streaming(engine, template, show, end),
+            tools,
+            template,
+            AgentConfig(),
+        )
         self._last: Trajectory | None = None
         self._count = 0
 
     async def say(self, text: str) -> Trajectory:
         problem = Problem(f"chat-{self._count}", text, "")
         prompt = self._prompt(problem)
-        if self._output is not None and self._template.config.prefill_reason and self._count == 0:
-            self._output.feed("<reason>")
-        self._last = await run_trajectory(
+        if self._output is not None and self._count == 0:
+            self._output.feed(self._template.prefill)
+        self._last = await self._loop.run(
             problem,
             id=f"chat/{self._count}",
             group_id="chat",
             seed=self._options.seed,
-            generator=self._generator,
-            tools=self._tools,
-            template=self._template,
-            agent=AgentConfig(),
             spec=RolloutSpec(
                 self._options.sampling, self._options.max_length, self._options.max_turns
             ),
             observer=_observer(self._output),
             prompt_ids=prompt,
+            graded=False,
         )
         self._count += 1
         return self._last
 
-    def _prompt(self, problem: Problem) -> tuple[int, ...]:
+    def _prompt(self, problem: Problem) -> tuple[int, ...] | None:
+        """None for the first message: the prompt is that of the environment."""
         if self._last is None or not self._last.turns:
-            return self._template.prompt_ids(problem)
+            return None
         closed = self._last.turns[-1].sampled_ids[-1] in self._template.stop_ids
         follow_up = self._template.follow_up(problem.prompt, closed=closed)
         return self._last.token_ids + follow_up.ids
@@ -304,7 +316,8 @@ async def _embedded(
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(f"--model {directory}: its tokenizer has no tokenizer.json")
-    template = Template(tokenizer, _settings(settings_of(tokenizer), system))
+    config = _settings(settings_of(tokenizer), system)
+    template = Template(tokenizer, config, PythonMath(config).prefill)
     engine = EmbeddedEngine(
         directory,
         kv_tokens=options.max_length + 64,
@@ -331,8 +344,11 @@ def _settings(saved: TemplateConfig | None, system: str) -> TemplateConfig:
 class EndpointSpeaker:
     """A conversation with an endpoint that returns text."""
 
-    def __init__(self, chat_loop: ChatLoop, config: TemplateConfig, options: Options) -> None:
-        self._chat_loop, self._config, self._options = chat_loop, config, options
+    def __init__(
+        self, chat_loop: ChatLoop, tools: CodeEnvClient, config: TemplateConfig, options: Options
+    ) -> None:
+        self._chat_loop, self._tools, self._config = chat_loop, tools, config
+        self._options = options
         self._output = None if options.as_json else ColouredOutput(Console())
         if self._output is not None:
             chat_loop.on_text = self._output.feed
@@ -343,13 +359,25 @@ class EndpointSpeaker:
         from rstar2.agent.chat_loop import opening_messages
 
         problem = Problem(f"chat-{self._count}", text, "")
-        if self._count == 0:
-            self._chat_loop.messages.extend(opening_messages(problem, self._config))
-        else:
-            self._chat_loop.messages.append(Message("user", text))
-        id = f"chat/{self._count}"
-        self._count += 1
-        return await self._chat_loop.run(problem, id=id, group_id="chat", seed=self._options.seed)
+        environment, agent = PythonMath(self._config), self._chat_loop.agent
+        opening = open_episode(
+            environment,
+            problem,
+            seed=self._options.seed,
+            sandbox=self._tools,
+            deadline_s=agent.tool_deadline_s,
+        )
+        async with opening as episode:
+            if self._count == 0:
+                self._chat_loop.messages.extend(opening_messages(episode, self._config))
+            else:
+                self._chat_loop.messages.append(Message("user", text))
+            id = f"chat/{self._count}"
+            self._count += 1
+            trajectory = await self._chat_loop.run(
+                episode, problem, id=id, group_id="chat", seed=self._options.seed
+            )
+            return await conclude(environment, episode, trajectory, agent, graded=False)
 
 
 async def _endpoint(
@@ -366,9 +394,9 @@ async def _endpoint(
 
     model = await stack.enter_async_context(OpenAIChat(url, model=served, api_key=api_key))
     chat_loop = ChatLoop(
-        model, tools, AgentConfig(), options.sampling, [], options.max_length, options.max_turns
+        model, AgentConfig(), options.sampling, [], options.max_length, options.max_turns
     )
-    return EndpointSpeaker(chat_loop, _settings(None, system), options)
+    return EndpointSpeaker(chat_loop, tools, _settings(None, system), options)
 
 
 def _observer(
@@ -381,6 +409,9 @@ def _observer(
             return
         if isinstance(event, ToolReturned):
             output.feed(f"<tool_response>\n{event.text}\n</tool_response>")
+            output.end()
+        elif isinstance(event, Replied):
+            output.feed(event.text)
             output.end()
         elif end_turns:
             output.end()

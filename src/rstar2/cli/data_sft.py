@@ -116,6 +116,7 @@ def token_counter(directory: Path) -> Measure:
 
     from rstar2.agent.template import Template, settings_of
     from rstar2.config import TemplateConfig
+    from rstar2.paper_format import REASON_OPEN
     from rstar2.types import Conversation
 
     try:
@@ -124,7 +125,8 @@ def token_counter(directory: Path) -> Measure:
         raise UserError(f"--tokenizer {directory}: no tokenizer found there: {error}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(f"--tokenizer {directory}: it has no tokenizer.json")
-    template = Template(tokenizer, settings_of(tokenizer) or TemplateConfig())
+    config = settings_of(tokenizer) or TemplateConfig()
+    template = Template(tokenizer, config, REASON_OPEN if config.prefill_reason else "")
 
     def measure(conversation: Conversation) -> tuple[int, int]:
         ids, mask = template.conversation_ids(conversation)

@@ -182,8 +182,8 @@ class EntropyTarget:
 
 def _heats(label: str, sample: LabelledRollouts, tokens: list[list[Token]]) -> list[HeatMap]:
     """Heat maps of the first rollouts of a sample, one per list of tokens, on one scale."""
-    from rstar2.agent.prompts import tool_text
     from rstar2.entropy.report import HeatMap, pieces
+    from rstar2.tool_text import tool_text
 
     scale = max((t.entropy for part in tokens for t in part), default=1.0)
     return [
@@ -213,8 +213,8 @@ async def _sample(
     from rstar2.evaluate.answerers import Task, load_template, open_fleet
     from rstar2.evaluate.benchmarks import load_benchmark
     from rstar2.pipeline.runtime import scheduling
-    from rstar2.rollout.groups import together
     from rstar2.seeds import derive_seed
+    from rstar2.tasks import together
 
     benchmark = load_benchmark(problems, count)
     recipe = base_recipe(None, directory, [], None)

@@ -24,6 +24,7 @@ from rstar2.cli.chat import longest, model_directory
 from rstar2.cli.eval_job import EvalJob, EvalOptions, conclude, load_sets, rescored, tables
 from rstar2.config import Recipe, load_recipe
 from rstar2.errors import UserError
+from rstar2.problems.load import ARITHMETIC
 from rstar2.types import encode
 
 if TYPE_CHECKING:
@@ -228,7 +229,7 @@ def resolve(
             seed=recipe.seed,
             stream=evaluation_stage(directory.name, "greedy" if greedy else "sampled"),
         )
-        sets = on or [config.problems]
+        sets = on or [config.problems or ARITHMETIC]
     elif preset is not None:
         raise UserError(f"--preset {preset!r}: use paper or run")
     if greedy:

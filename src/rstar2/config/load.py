@@ -95,6 +95,10 @@ def load_recipe(
         raise _refusal(path, complaints)
     try:
         recipe = Recipe.model_validate(_with_limit_defaults(layer.values))
+        if ":" in recipe.environment.use and recipe.environment.folder is None:
+            folder = {"folder": str(path.absolute().parent)}
+            environment = recipe.environment.model_copy(update=folder)
+            recipe = recipe.model_copy(update={"environment": environment})
     except ValidationError as error:
         raise _refusal(path, [_explain(layer, dict(e)) for e in error.errors()]) from None
     loaded = LoadedRecipe(recipe, path, layer.origins)

@@ -112,11 +112,13 @@ def check_port(recipe: Recipe) -> None:
 
 
 def _data(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    if recipe.sft is not None:
+    """The data files of a recipe; what comes from the environment is checked with it."""
+    if recipe.sft is not None and recipe.sft.data is not None:
         yield "sft.data", recipe.sft.data
-    if recipe.rl.stages:
+    if recipe.rl.stages and recipe.rl.problems is not None:
         yield "rl.problems", recipe.rl.problems
-    yield "evaluation.problems", recipe.evaluation.problems
+    if recipe.evaluation.problems is not None:
+        yield "evaluation.problems", recipe.evaluation.problems
 
 
 def check_data(path: str, name: str, recipe: Recipe) -> None:

@@ -7,7 +7,7 @@ and `preflight.py` against this machine. `__init__` re-exports every class.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -35,10 +35,22 @@ class TemplateConfig(Section):
     """How messages become tokens."""
 
     prefill_reason: bool = True
-    """Start every trajectory with an opening `<reason>` tag."""
+    """Start every trajectory of python-math with an opening `<reason>` tag."""
     system: Literal["paper", "none"] = "paper"
+    """`none` leaves the system message and the tool signatures out of prompts."""
     instruction: Literal["paper", "none"] = "paper"
-    """The sentence before the problem that asks for <answer> tags and \\boxed{}."""
+    """The sentence of python-math before the problem that asks for <answer> tags and \\boxed{}."""
+
+
+class EnvironmentConfig(Section):
+    """Which task the policy learns: problems, tools, replies and reward."""
+
+    use: str = "python-math"
+    """A built-in name, `module:attribute`, or an entry point of the group rstar2.environments."""
+    args: dict[str, Any] = {}
+    """Arguments of the environment, if `use` names a function or a class."""
+    folder: str | None = None
+    """Where the module is searched first; null is the folder of the recipe."""
 
 
 class AgentConfig(Section):
@@ -51,6 +63,7 @@ class AgentConfig(Section):
     """Longest tool response, in tokens; the middle of a longer one is cut."""
     generate_deadline_s: float = Field(600.0, gt=0)
     tool_deadline_s: float = Field(60.0, gt=0)
+    reward_deadline_s: float = Field(30.0, gt=0)
     retries: int = Field(1, ge=0)
     """Retries of a rollout lost to infrastructure before it is dropped."""
 
@@ -224,9 +237,9 @@ class LearnerConfig(Section):
 class SftConfig(Section):
     """Non-reasoning SFT: format only."""
 
-    data: str = "arithmetic"
-    """`arithmetic` (the embedded task), `toolformat` (tool-call format for pre-trained models) or
-    a JSONL file of conversations in messages form."""
+    data: str | None = None
+    """null (the environment's demonstrations), `arithmetic` (the embedded task), `toolformat`
+    (tool-call format for pre-trained models) or a JSONL file of conversations in messages form."""
     steps: int = Field(640, ge=0)
     """Optimizer steps; if 0, `epochs` gives them."""
     epochs: float = Field(0.0, ge=0)
@@ -288,8 +301,8 @@ class CollapseConfig(Section):
 class RlConfig(Section):
     """Settings that all RL stages share."""
 
-    problems: str = "arithmetic"
-    """`arithmetic` or a JSONL file of problems."""
+    problems: str | None = None
+    """null (those of the environment), `arithmetic` or a JSONL file of problems."""
     count: int = Field(0, ge=0)
     """Train on at most this many problems; 0 means all of a file, or 4096 of the embedded task."""
     prompts_per_step: int = Field(512, ge=1)
@@ -318,7 +331,8 @@ class EvaluationConfig(Section):
     every: int = Field(0, ge=0)
     """Also evaluate every this many RL steps, and the model before SFT; 0 does not. The accuracies
     are metrics of their step and do not change what is trained."""
-    problems: str = "arithmetic"
+    problems: str | None = None
+    """null (those of the environment), `arithmetic` or a JSONL file of problems."""
     count: int = Field(240, ge=1)
     samples: int = Field(1, ge=1)
     """Sampled answers per problem."""
@@ -372,6 +386,7 @@ class Recipe(Section):
     seed: int = 0
     deterministic: bool = False
     model: ModelConfig = ModelConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     template: TemplateConfig = TemplateConfig()
     agent: AgentConfig = AgentConfig()
     codeenv: CodeEnvConfig = CodeEnvConfig()

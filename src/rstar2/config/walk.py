@@ -52,6 +52,8 @@ def annotation_at(path: list[str]) -> Any:
     """The annotation of the setting at a path, or None if there is none."""
     annotation: Any = Recipe
     for part in path:
+        if typing.get_origin(annotation) is dict:
+            return Any
         if (inner := section(annotation)) is not None:
             annotation = settings(inner).get(part)
         else:

@@ -40,13 +40,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rstar2.agent.loop import (
-    GRACE_S,
-    RolloutSpec,
-    check_generation,
-    failure_of,
-    release_session,
-)
+from rstar2.agent.episodes import GRACE_S, failure_of
+from rstar2.agent.loop import RolloutSpec, check_generation, release_session
 from rstar2.agent.template import Template
 from rstar2.endpoint.chat import (
     ChatChoice,

@@ -33,7 +33,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rstar2.codeenv.protocol import RunRequest, SessionInfo, VerifyRequest, VerifyResult
 from rstar2.types import (
@@ -247,6 +247,7 @@ class EpisodeProtocol(Protocol):
         ...
 
 
+@runtime_checkable
 class EnvironmentProtocol(Protocol):
     """A task: its problems, and episodes for them. Many episodes are open at the same time."""
 

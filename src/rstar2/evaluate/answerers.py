@@ -14,17 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rstar2.agent.chat_loop import ChatLoop, ChatModel, opening_messages
-from rstar2.agent.loop import RolloutSpec, ToolRunner
+from rstar2.agent.episodes import EpisodeError, conclude, open_episode
+from rstar2.agent.loop import AgentLoop, RolloutSpec
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.config import AgentConfig, Recipe, SchedulerConfig, TemplateConfig
 from rstar2.engine.base import Engine
 from rstar2.engine.openai import ChatReply, OnText
+from rstar2.environments.base import EnvironmentProtocol, SandboxClient
+from rstar2.environments.load import load_environment
 from rstar2.errors import UserError
-from rstar2.reward.grade import Verifier, grade
+from rstar2.paper_format import REASON_OPEN
 from rstar2.rollout.fleet import Fleet
-from rstar2.rollout.groups import GRADE_DEADLINE_S, GroupRunner, together
+from rstar2.rollout.groups import GroupRunner
 from rstar2.rollout.scheduler import Scheduler
-from rstar2.types import Finish, Message, Problem, Trajectory, WeightVersion
+from rstar2.tasks import together
+from rstar2.types import Finish, Message, Problem, StopReason, Trajectory, WeightVersion
 
 if TYPE_CHECKING:
     from rstar2.agent.template import Template
@@ -115,41 +119,56 @@ class MeteredChat:
 
 @dataclass(frozen=True, slots=True)
 class EndpointAnswerer:
-    """Answers with the same parser, tools and grader over a chat endpoint.
+    """Answers with the same parser and environment over a chat endpoint.
 
     `spec.max_length` bounds the completion here: the endpoint's tokenizer is not ours, so the
     length of its prompt is known only afterwards.
     """
 
     model: ChatModel
-    tools: ToolRunner
-    verifier: Verifier
+    environment: EnvironmentProtocol
+    sandbox: SandboxClient | None
     agent: AgentConfig
     template: TemplateConfig = field(default_factory=TemplateConfig)
 
     async def answer(self, task: Task, spec: RolloutSpec) -> tuple[Trajectory, int]:
         for attempt in range(1, self.agent.retries + 2):
             model = MeteredChat(self.model, spec.max_length)
-            chat_loop = ChatLoop(
-                model,
-                self.tools,
-                self.agent,
-                spec.sampling,
-                opening_messages(task.problem, self.template),
-                spec.max_length,
-                spec.max_turns,
-            )
-            trajectory = await chat_loop.run(
-                task.problem,
-                id=f"{task.group_id}/{task.sample}~{attempt}",
-                group_id=task.group_id,
-                seed=task.seed,
-            )
-            if trajectory.failure is None:
-                trajectory = await grade(trajectory, task.problem, self.verifier, GRADE_DEADLINE_S)
+            trajectory = await self._rollout(task, spec, model, attempt)
             if trajectory.failure is None:
                 break
         return replace(trajectory, attempts=attempt), model.used
+
+    async def _rollout(
+        self, task: Task, spec: RolloutSpec, model: MeteredChat, attempt: int
+    ) -> Trajectory:
+        id = f"{task.group_id}/{task.sample}~{attempt}"
+        opening = open_episode(
+            self.environment,
+            task.problem,
+            seed=task.seed,
+            sandbox=self.sandbox,
+            deadline_s=self.agent.tool_deadline_s,
+        )
+        try:
+            async with opening as episode:
+                chat_loop = ChatLoop(
+                    model,
+                    self.agent,
+                    spec.sampling,
+                    opening_messages(episode, self.template),
+                    spec.max_length,
+                    spec.max_turns,
+                )
+                trajectory = await chat_loop.run(
+                    episode, task.problem, id=id, group_id=task.group_id, seed=task.seed
+                )
+                return await conclude(self.environment, episode, trajectory, self.agent)
+        except EpisodeError as error:
+            stop = StopReason.ENVIRONMENT_FAILED
+            return Trajectory(
+                id, task.problem.id, task.group_id, task.seed, (), (), stop, failure=error.failure
+            )
 
 
 # --------------------------------------------------------------------------- opening
@@ -187,7 +206,8 @@ def load_template(directory: Path, asked: TemplateConfig | None) -> Template:
         tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as error:
         raise UserError(f"{directory}: no tokenizer there: {error}") from error
-    return Template(tokenizer, asked or settings_of(tokenizer) or TemplateConfig())
+    config = asked or settings_of(tokenizer) or TemplateConfig()
+    return Template(tokenizer, config, REASON_OPEN if config.prefill_reason else "")
 
 
 @asynccontextmanager
@@ -213,7 +233,10 @@ async def open_fleet(
         fleet.require(loads[0].version)
         for engine, load in zip(engines, loads, strict=True):
             fleet.join(engine.name, load.version)
-        yield FleetAnswerer(GroupRunner(fleet, tools, tools, template, recipe.agent))
+        environment = load_environment(recipe.environment, template.config)
+        stack.push_async_callback(environment.close)
+        loop = AgentLoop(environment, fleet, tools, template, recipe.agent)
+        yield FleetAnswerer(GroupRunner(loop))
 
 
 @asynccontextmanager
@@ -228,4 +251,6 @@ async def open_endpoint(
         model = await stack.enter_async_context(chat)
         tools = await CodeEnvClient.start(recipe.codeenv)
         stack.push_async_callback(tools.close)
-        yield EndpointAnswerer(model, tools, tools, recipe.agent, template)
+        environment = load_environment(recipe.environment, template)
+        stack.push_async_callback(environment.close)
+        yield EndpointAnswerer(model, environment, tools, recipe.agent, template)

@@ -9,8 +9,8 @@ from rstar2.agent.loop import RolloutSpec
 from rstar2.config import SamplingConfig
 from rstar2.evaluate.metrics import summarise
 from rstar2.rollout.collector import Runner
-from rstar2.rollout.groups import together
 from rstar2.seeds import derive_seed
+from rstar2.tasks import together
 from rstar2.types import Evaluation, Group, Problem
 
 GREEDY = SamplingConfig(temperature=0.0)

@@ -38,12 +38,13 @@ from rstar2.evaluate.store import (
     read_problems,
 )
 from rstar2.reward.grade import Verifier, grade
-from rstar2.rollout.groups import GRADE_DEADLINE_S, together
 from rstar2.seeds import derive_seed
+from rstar2.tasks import together
 from rstar2.types import Problem
 
 OUTAGE = 8
 """The sweep fails after this many lost rollouts in a row."""
+GRADE_DEADLINE_S = 30.0
 AT_ONCE = 256
 """Answers that `rescore` grades at the same time."""
 

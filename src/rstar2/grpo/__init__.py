@@ -10,7 +10,6 @@ from rstar2.grpo.advantage import advantages
 from rstar2.grpo.batch import make_batch, resample_groups, split_minibatches, teaches
 from rstar2.grpo.roc import (
     error_penalty,
-    format_penalty,
     penalties,
     resample_on_correct,
     select,
@@ -19,7 +18,6 @@ from rstar2.grpo.roc import (
 __all__ = [
     "advantages",
     "error_penalty",
-    "format_penalty",
     "make_batch",
     "penalties",
     "resample_groups",

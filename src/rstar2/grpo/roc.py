@@ -1,13 +1,13 @@
 """Resampling on correct (RoC): which of a problem's 2G rollouts the policy learns from.
 
 A pure function of (group, config, seed): no I/O, no text, no torch (Invariant 6). Its inputs are
-fields: typed outcomes of tool calls, answer tags, turns and verified rewards.
+fields: typed outcomes of tool calls, the format penalty and the reward.
 
     failures   floor(n_neg * G / n) of them, uniformly: failure stays diverse
     successes  the rest, without replacement, with weight 1 / (epsilon + p_err + p_format)
 
     p_err      failed calls / calls; 0.5 where the model called no tool at all
-    p_format   1 without an answer tag, else min(1, (answer tags - 1) / turns), all turns counted
+    p_format   the environment's format penalty, such as the paper's for tagged answers
 
 A success is a rollout with a reward above `threshold` (0.5).
 
@@ -57,19 +57,10 @@ def error_penalty(failed_calls: int, calls: int) -> float:
     return failed_calls / calls if calls else 0.5
 
 
-def format_penalty(answer_tags: int, turns: int) -> float:
-    """p_format: 1 without an answer tag, else the surplus of tags per turn, at most 1."""
-    if answer_tags == 0:
-        return 1.0
-    return min(1.0, (answer_tags - 1) / max(turns, 1))
-
-
 def penalties(trajectory: Trajectory) -> tuple[float, float]:
     """(p_err, p_format) of one rollout, from its typed fields."""
-    return (
-        error_penalty(trajectory.failed_calls, trajectory.calls),
-        format_penalty(trajectory.answer_tags, len(trajectory.turns)),
-    )
+    p_err = error_penalty(trajectory.failed_calls, trajectory.calls)
+    return p_err, trajectory.format_penalty
 
 
 def quotas(

@@ -20,7 +20,7 @@ from statistics import fmean, stdev
 from rstar2.config import Recipe, load_recipe
 from rstar2.errors import RecipeError
 from rstar2.record import read_evaluations, read_metrics
-from rstar2.rollout.groups import together
+from rstar2.tasks import together
 from rstar2.types import Estimate, encode
 
 VARIANTS = ("grpo", "uniform", "flat", "roc", "roc-no-errors", "roc-no-format", "release")

@@ -22,20 +22,23 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from rstar2.agent.loop import AgentLoop
 from rstar2.agent.template import Template
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.config import OptimizerConfig, Recipe, SchedulerConfig
 from rstar2.engine.base import Engine
 from rstar2.engine.make import make_engines
+from rstar2.environments.base import EnvironmentProtocol
+from rstar2.environments.load import load_environment, recipe_problems
 from rstar2.errors import EngineError, InfrastructureError, RecipeError, WeightUpdateError
 from rstar2.files import replacing_directory
 from rstar2.learner.weights import probe_tolerance, publish
-from rstar2.problems.load import load_problems
 from rstar2.rollout.fleet import Fleet
-from rstar2.rollout.groups import GroupRunner, together
+from rstar2.rollout.groups import GroupRunner
 from rstar2.rollout.scheduler import Scheduler
 from rstar2.rollout.watchdog import Watchdog
-from rstar2.types import Problem, WeightVersion
+from rstar2.tasks import together
+from rstar2.types import Message, Problem, WeightVersion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -69,22 +72,19 @@ class Runtime:
         learner: LearnerGroup,
         executor: ThreadPoolExecutor,
         *,
+        environment: EnvironmentProtocol,
         cluster: RayCluster | None = None,
         notify: Notify = lambda event, **facts: None,
     ) -> None:
         self.recipe, self.directory, self.model_dir = recipe, directory, model_dir
         self.cluster, self.notify = cluster, notify
         self.tokenizer, self.learner = tokenizer, learner
-        self.template = Template(tokenizer, recipe.template)
+        self.environment = environment
+        self.template = Template(tokenizer, recipe.template, environment.prefill)
         self.problems: tuple[Problem, ...] = ()
         if recipe.rl.stages:
-            count = recipe.rl.count or None
-            self.problems = load_problems(
-                recipe.rl.problems, "train", count=count, seed=recipe.seed
-            )
-        self.heldout = load_problems(
-            recipe.evaluation.problems, "heldout", count=recipe.evaluation.count
-        )
+            self.problems = recipe_problems(recipe, environment, "train")
+        self.heldout = recipe_problems(recipe, environment, "heldout")
         self._engines: Sequence[Engine] = (
             make_engines(recipe, model_dir) if cluster is None else cluster.engines(model_dir)
         )
@@ -131,6 +131,8 @@ class Runtime:
         self._fleet = Fleet(engines, Scheduler(scheduling(self.recipe)), recover=self._recover)
 
         async def start_tools() -> None:
+            if not self.environment.needs_sandbox:
+                return
             if self.cluster is None:
                 self._tools = await CodeEnvClient.start(self.recipe.codeenv)
             else:
@@ -182,8 +184,9 @@ class Runtime:
     @property
     def runner(self) -> GroupRunner:
         """Runs groups of rollouts on the engines; only after `publish`."""
-        assert self._tools is not None
-        return GroupRunner(self.fleet, self._tools, self._tools, self.template, self.recipe.agent)
+        return GroupRunner(
+            AgentLoop(self.environment, self.fleet, self._tools, self.template, self.recipe.agent)
+        )
 
     @property
     def fleet(self) -> Fleet:
@@ -239,7 +242,7 @@ class Runtime:
 
     @property
     def _probe(self) -> tuple[int, ...]:
-        return self.template.prompt_ids(self.heldout[0])[:PROBE_TOKENS]
+        return self.template.prompt_ids([Message("user", self.heldout[0].prompt)])[:PROBE_TOKENS]
 
     async def close(self) -> None:
         """End engines and code environment; idempotent."""
@@ -249,15 +252,23 @@ class Runtime:
         await asyncio.gather(*background, return_exceptions=True)
         if self._fleet is not None:
             await self._fleet.close()
+        await self.environment.close()
         if self._tools is not None:
             await self._tools.close()
 
 
 @asynccontextmanager
 async def open_runtime(
-    recipe: Recipe, directory: Path, notify: Notify = lambda event, **facts: None
+    recipe: Recipe,
+    directory: Path,
+    notify: Notify = lambda event, **facts: None,
+    environment: EnvironmentProtocol | None = None,
 ) -> AsyncIterator[Runtime]:
-    """Load the model and its learner; engines start when they are first needed."""
+    """Load the model and its learner; engines start when they are first needed.
+
+    Without an environment the recipe's own is used.
+    """
+    environment = environment or load_environment(recipe.environment, recipe.template)
     executor = ThreadPoolExecutor(1, thread_name_prefix="learner")
     loop = asyncio.get_running_loop()
     shutil.rmtree(directory / WEIGHTS, ignore_errors=True)  # left by a driver that was killed
@@ -274,6 +285,7 @@ async def open_runtime(
                 tokenizer,
                 learner,
                 executor,
+                environment=environment,
                 cluster=cluster,
                 notify=notify,
             )

@@ -17,18 +17,19 @@ from time import monotonic
 import msgspec
 
 from rstar2.agent.loop import RolloutSpec
+from rstar2.agent.prompts import shown_conversation
 from rstar2.config import EvaluationConfig, SamplingConfig, SftConfig, StageConfig
-from rstar2.errors import InfrastructureError
+from rstar2.errors import InfrastructureError, RecipeError
 from rstar2.evaluate.run import GREEDY, answer_all, evaluate
 from rstar2.files import write_file
 from rstar2.learner.learner import SftRow
 from rstar2.pipeline.progress import StageKind
 from rstar2.pipeline.state import RunState
 from rstar2.pipeline.training import SFT, Training
-from rstar2.problems.conversations import batches, held_out, sft_steps
+from rstar2.problems.conversations import MakeConversations, batches, held_out, sft_steps
 from rstar2.problems.model_filters import difficulty
 from rstar2.record import evaluation_stage, filter_stage
-from rstar2.rollout.groups import together
+from rstar2.tasks import together
 from rstar2.types import Conversation, Evaluation, Group
 
 SFT_HELDOUT = 64
@@ -46,9 +47,16 @@ async def sft(training: Training, config: SftConfig, state: RunState) -> RunStat
     if state.step == 0:
         await training.runtime.on_learner(learner.reset_optimizer, config.optimizer, total)
     training.view.stage(SFT, StageKind.SFT, total, state.step)
-    heldout = [row for c in held_out(config, SFT_HELDOUT) if (row := sft_row(training, config, c))]
-    stream = batches(config, training.recipe.seed, first=state.step)
+    show = demonstrations(training)
+    unseen = held_out(config, SFT_HELDOUT, demonstrations=show)
+    heldout = [row for c in unseen if (row := sft_row(training, config, c))]
+    stream = batches(config, training.recipe.seed, first=state.step, demonstrations=show)
     rows = sft_rows(training, config, next(stream, ()))
+    if not rows and state.step < total:
+        raise RecipeError(
+            f"environment {training.runtime.environment.name} has no demonstrations for SFT: leave "
+            "SFT out with `sft: null`, or give conversations with sft.data"
+        )
     while state.step < total:
         started = monotonic()
         step = state.step + 1
@@ -66,6 +74,15 @@ async def sft(training: Training, config: SftConfig, state: RunState) -> RunStat
         if step % SFT_SAVE_EVERY == 0 and step < total:
             await training.save(state)
     return replace(state.finish(SFT), version=state.version + 1)
+
+
+def demonstrations(training: Training) -> MakeConversations:
+    """The environment's demonstrations, with the system message and tools as rollouts have them."""
+    environment, config = training.runtime.environment, training.recipe.template
+    return lambda count, seed: (
+        shown_conversation(conversation, config)
+        for conversation in environment.demonstrations(count, seed)
+    )
 
 
 def sft_rows(

@@ -79,7 +79,7 @@ def rollout_metrics(rollouts: Sequence[Trajectory]) -> dict[str, float]:
         "calls": mean(t.calls for t in rollouts),
         "truncated": mean(t.truncated for t in rollouts),
         "max_turns": mean(t.stop is StopReason.MAX_TURNS for t in rollouts),
-        "no_answer": mean(t.answer_tags == 0 for t in rollouts),
+        "no_answer": mean(t.unanswered for t in rollouts),
     }
     clean = failing_calls(t for t in rollouts if t.correct)
     every = failing_calls(rollouts)

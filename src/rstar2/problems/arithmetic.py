@@ -20,12 +20,11 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from rstar2.agent.parser import TOOL_NAME
-from rstar2.agent.prompts import tool_text
 from rstar2.codeenv.jail import frames, runner
 from rstar2.errors import DataError
-from rstar2.problems.load import Split
-from rstar2.types import Conversation, Message, Outcome, Problem, ToolResult
+from rstar2.paper_format import TOOL_NAME
+from rstar2.tool_text import tool_text
+from rstar2.types import Conversation, Message, Outcome, Problem, Split, ToolResult
 
 HELDOUT_SHARE = 8
 """One pair of arguments in this many is held out."""

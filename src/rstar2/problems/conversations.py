@@ -1,5 +1,5 @@
-"""SFT conversations by name: `arithmetic` (the embedded task), `toolformat` (tool-call format for
-pre-trained models) or a JSONL file in messages form.
+"""SFT conversations: the environment's demonstrations, or by name `arithmetic` (the embedded task),
+`toolformat` (tool-call format for pre-trained models) or a JSONL file in messages form.
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}],
      "tools": [...], "id": "...", "source": "..."}
@@ -29,6 +29,9 @@ TOOLFORMAT = "toolformat"
 MADE = (ARITHMETIC, TOOLFORMAT)
 """Names of conversations that are generated from a seed."""
 
+MakeConversations = Callable[[int, int], Iterator[Conversation]]
+"""(count, seed) -> that many conversations, such as an environment's demonstrations."""
+
 
 class _ConversationLine(msgspec.Struct, forbid_unknown_fields=True):
     messages: list[Message]
@@ -41,15 +44,19 @@ def sft_steps(config: SftConfig) -> int:
     """Optimizer steps of the SFT stage: as given, or from the number of epochs."""
     if config.steps or not config.epochs:
         return config.steps
-    if config.data in MADE:
-        raise DataError(f"sft.epochs: {config.data} is generated without end; set sft.steps")
+    if config.data is None or config.data in MADE:
+        what = config.data or "what the environment demonstrates"
+        raise DataError(f"sft.epochs: {what} is generated without end; set sft.steps")
     return max(1, round(config.epochs * len(read_conversations(Path(config.data))) / config.batch))
 
 
-def batches(config: SftConfig, seed: int, first: int = 0) -> Iterator[Sequence[Conversation]]:
+def batches(
+    config: SftConfig, seed: int, first: int = 0, *, demonstrations: MakeConversations
+) -> Iterator[Sequence[Conversation]]:
     """Batches from number `first`; a generated stream ends, a file repeats."""
-    if config.data in MADE:
-        stream = maker(config.data)(sft_steps(config) * config.batch, derive_seed("sft", seed))
+    if config.data is None or config.data in MADE:
+        make = maker(config.data, demonstrations)
+        stream = make(sft_steps(config) * config.batch, derive_seed("sft", seed))
         stream = itertools.islice(stream, first * config.batch, None)
         while batch := list(itertools.islice(stream, config.batch)):
             yield batch
@@ -71,16 +78,20 @@ def batches(config: SftConfig, seed: int, first: int = 0) -> Iterator[Sequence[C
         yield batch
 
 
-def held_out(config: SftConfig, count: int) -> list[Conversation]:
+def held_out(
+    config: SftConfig, count: int, *, demonstrations: MakeConversations
+) -> list[Conversation]:
     """Conversations for the held-out loss, unseen in training; empty for files."""
-    if config.data not in MADE:
+    if config.data is not None and config.data not in MADE:
         return []
-    stream = maker(config.data)(4 * count, derive_seed("sft", "heldout"))
+    stream = maker(config.data, demonstrations)(4 * count, derive_seed("sft", "heldout"))
     return [c for c in stream if not c.source.endswith("copy")][:count]
 
 
-def maker(name: str) -> Callable[[int, int], Iterator[Conversation]]:
+def maker(name: str | None, demonstrations: MakeConversations) -> MakeConversations:
     """The function that generates `count` conversations from a seed."""
+    if name is None:
+        return demonstrations
     if name == ARITHMETIC:
         from rstar2.problems.arithmetic import sft_conversations
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -21,9 +21,7 @@ from rstar2.errors import DataError
 from rstar2.problems.overlap import HashTable, text_hash
 from rstar2.reward.grade import check_gold
 from rstar2.seeds import derive_seed
-from rstar2.types import Problem
-
-Split = Literal["train", "heldout"]
+from rstar2.types import Problem, Split
 
 ARITHMETIC = "arithmetic"
 TRAIN_COUNT = 4096
@@ -56,7 +54,7 @@ def load_problems(
 def check_problems(recipe: Recipe) -> None:
     """Read the problem files of a recipe, so that an invalid problem is an error before a run."""
     names = {recipe.evaluation.problems} | ({recipe.rl.problems} if recipe.rl.stages else set())
-    for name in sorted(names - {ARITHMETIC}):
+    for name in sorted(name for name in names if name not in (None, ARITHMETIC)):
         for _ in read_jsonl(Path(name)):
             pass
 

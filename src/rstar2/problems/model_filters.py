@@ -234,7 +234,7 @@ class Asking:
         self, ask: Ask, *, concurrency: int, progress: Callable[[int, int], None] | None = None
     ) -> None:
         """Sample until every problem is decided or has no samples left."""
-        from rstar2.rollout.groups import together
+        from rstar2.tasks import together
 
         waiting = (
             (row, problem)

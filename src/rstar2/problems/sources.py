@@ -26,8 +26,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rstar2.agent.parser import boxed_content
 from rstar2.errors import UserError
+from rstar2.paper_format import boxed_content
 from rstar2.problems.rows import DataRow
 from rstar2.types import Problem
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 
-from rstar2.agent.prompts import tool_text
 from rstar2.problems.arithmetic import (
     ANSWER_HEAD,
     ANSWER_TAIL,
     call_text,
     run_trusted,
 )
+from rstar2.tool_text import tool_text
 from rstar2.types import Conversation, Message
 
 NAME = "toolformat"

@@ -37,9 +37,12 @@ MODES = ("greedy", "sampled")
 _MAY_CHANGE = (
     *(f"codeenv.{key}" for key in ("urls", "host", "port", "slots", "queue", "batch", "linger_s")),
     *("engine.urls", "engine.hang_s", "learner.threads", "record.", "cluster"),
+    "environment.folder",
 )
 """Settings that may differ when a run is resumed: where it runs and what it records."""
 _SECRETS = frozenset({"codeenv.token"})
+_OWN_DATA = ("rl.problems", "evaluation.problems", "sft.data")
+"""null means the environment's own data, which is `arithmetic` in all runs that named it."""
 
 
 def evaluation_stage(stage: str, mode: str) -> str:
@@ -344,6 +347,8 @@ def _check_same_run(path: Path, recipe: Recipe) -> None:
     if schema != SCHEMA:
         raise UserError(f"{path} was written in format {schema}, this rstar2 writes {SCHEMA}")
     old, new = flatten(_with_defaults(read_recipe(path))), flatten(_plain(recipe))
+    for values in (old, new):
+        values |= {key: None for key in _OWN_DATA if values.get(key) == "arithmetic"}
     absent = object()
     changed = [
         key

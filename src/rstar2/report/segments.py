@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rstar2.agent.prompts import tool_text
+from rstar2.tool_text import tool_text
 from rstar2.types import Outcome, ToolResult, Trajectory
 
 _BLOCK = re.compile(

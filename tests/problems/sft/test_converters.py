@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from rstar2.agent.parser import TOOL_NAME, parse_turn
+from rstar2.agent.parser import CallParser
+from rstar2.environments.python_tool import python_spec
 from rstar2.errors import UserError
+from rstar2.paper_format import TOOL_NAME
 from rstar2.problems.sft.calls import BadCall
 from rstar2.problems.sft.checks import OrderedTurns, ValidCalls
 from rstar2.problems.sft.converters import CONVERTERS, UnusableRow, recognise, to_conversation
@@ -109,8 +111,8 @@ def test_glaive_without_functions() -> None:
 def test_magicoder_code_becomes_a_call_of_our_tool_that_our_parser_reads() -> None:
     talk = CONVERTERS["magicoder"](sft_rows.MAGICODER)
     made = convert("magicoder", sft_rows.MAGICODER)
-    parsed = parse_turn(made.messages[1].content, turn_id="t", max_calls=4)
-    assert [(c.name, c.shown, c.error) for c in parsed.calls] == [
+    calls = CallParser((python_spec(),), 4).parse(made.messages[1].content, "t")
+    assert [(c.name, c.shown, c.error) for c in calls] == [
         (TOOL_NAME, "def back(s):\n    return s[::-1]", None)
     ]
     assert made.messages[1].content.startswith("It can be sliced.\n<tool_call>")

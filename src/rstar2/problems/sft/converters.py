@@ -26,8 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rstar2.agent.prompts import TOOL
 from rstar2.errors import UserError
+from rstar2.paper_format import TOOL
 from rstar2.problems.sft.calls import (
     BadCall,
     FunctionCall,

@@ -1,0 +1,130 @@
+"""`python-math`, the task of the paper: mathematics with a Python tool and a boxed answer.
+
+The model reasons in <reason> tags, runs Python as often as it likes, and answers with
+`<answer>\\boxed{...}</answer>`. The reward is 1 if the boxed content equals the truth, else 0
+(`reward/`); the format penalty is the paper's. By default the problems are those of the embedded
+arithmetic task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rstar2.config import TemplateConfig
+from rstar2.environments.base import Answer, SandboxClient, ToolSpec
+from rstar2.environments.python_tool import OpenPython, python_spec
+from rstar2.errors import InvariantError
+from rstar2.paper_format import (
+    ANSWER_CLOSE,
+    ANSWER_OPEN,
+    INSTRUCTION,
+    REASON_OPEN,
+    SYSTEM,
+    answer_of,
+    count_answer_tags,
+    format_penalty,
+    last_answer,
+)
+from rstar2.problems.load import ARITHMETIC, load_problems
+from rstar2.reward.grade import grade
+from rstar2.types import (
+    Conversation,
+    Failure,
+    Message,
+    Problem,
+    Reward,
+    Split,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+)
+
+
+class PythonMath:
+    """The paper's task, with the problems of a file or of the embedded arithmetic task."""
+
+    name = "python-math"
+    needs_sandbox = True
+
+    def __init__(
+        self, template: TemplateConfig | None = None, *, problems: str = ARITHMETIC
+    ) -> None:
+        self._template = template or TemplateConfig()
+        self._problems = problems
+
+    @property
+    def prefill(self) -> str:
+        return REASON_OPEN if self._template.prefill_reason else ""
+
+    def problems(self, split: Split, count: int | None, seed: int) -> Sequence[Problem]:
+        """Problems of the embedded task by split; a file has no splits."""
+        return load_problems(self._problems, split, count=count, seed=seed)
+
+    def demonstrations(self, count: int, seed: int) -> Iterator[Conversation]:
+        """Conversations that teach the format of the embedded task."""
+        from rstar2.problems.arithmetic import sft_conversations
+
+        return sft_conversations(count, seed)
+
+    async def open(
+        self, problem: Problem, *, seed: int, sandbox: SandboxClient | None
+    ) -> PythonMathEpisode:
+        if sandbox is None:
+            raise InvariantError("python-math needs the code environment")
+        return PythonMathEpisode(problem, self.messages(problem), sandbox)
+
+    def messages(self, problem: Problem) -> tuple[Message, ...]:
+        """What the model reads first."""
+        user = problem.prompt.strip()
+        if self._template.instruction == "paper":
+            user = INSTRUCTION.format(problem=user)
+        return Message("system", SYSTEM), Message("user", user)
+
+    def format_penalty(self, trajectory: Trajectory) -> float:
+        """The paper's p_format: answer tags must occur once."""
+        return format_penalty(trajectory.answer_tags, len(trajectory.turns))
+
+    async def close(self) -> None:
+        """Nothing is shared by episodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PythonMathEpisode:
+    """One problem; every call runs in a fresh interpreter."""
+
+    problem: Problem
+    messages: tuple[Message, ...]
+    sandbox: SandboxClient
+
+    tools: ClassVar[tuple[ToolSpec, ...]] = (python_spec(),)
+    answer_tags: ClassVar[tuple[str, str] | None] = (ANSWER_OPEN, ANSWER_CLOSE)
+
+    async def call(self, call: ToolCall, deadline_s: float) -> ToolResult:
+        """Run the code of a call."""
+        return await OpenPython(self.sandbox).call(call, deadline_s)
+
+    async def reply(self, turn: Turn) -> None:
+        """A turn without a call is the last one."""
+
+    def answer(self, turns: Sequence[Turn]) -> Answer:
+        """The boxed content of the last complete answer."""
+        text, complete = None, False
+        for turn in turns:
+            complete = last_answer(turn.text) is not None
+            if complete:
+                text = answer_of(turn.text)
+        return Answer(text, sum(count_answer_tags(turn.text) for turn in turns), complete)
+
+    async def reward(self, trajectory: Trajectory, deadline_s: float) -> Reward | Failure:
+        """1 if the answer equals the truth, else 0."""
+        graded = await grade(trajectory, self.problem, self.sandbox, deadline_s)
+        outcome = graded.failure or graded.reward
+        if outcome is None:
+            raise InvariantError(f"{trajectory.id}: neither a reward nor a failure")
+        return outcome
+
+    async def close(self) -> None:
+        """Nothing is held."""
