@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import pickle
 import signal
 import subprocess
 import sys
@@ -227,6 +228,11 @@ def test_sandboxes_with_equal_settings_share_a_warm_server(box: Sandbox) -> None
         name = first.run("1").server
     with Sandbox(slots=SLOTS) as second:
         assert second.run("1").server == name == box.run("1").server
+
+
+def test_a_sandbox_can_be_sent_to_another_process(box: Sandbox) -> None:
+    with pickle.loads(pickle.dumps(box)) as copy:
+        assert copy.run("1").server == box.run("1").server
 
 
 def test_a_server_elsewhere_is_used_by_url_and_token(

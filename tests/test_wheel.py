@@ -99,6 +99,17 @@ def test_a_program_runs_in_the_jail(python: Path, tmp_path: Path) -> None:
     assert json.loads(done.stdout)["stdout"] == "42\n"
 
 
+def test_the_three_lines_work(python: Path, tmp_path: Path) -> None:
+    program = (
+        "from rstar2 import Sandbox\n"
+        "with Sandbox() as box:\n"
+        "    print(box.run('print(6*7)').stdout)\n"
+        "    print(box.run('import sympy; print(sympy.factorint(91))').stdout)\n"
+    )
+    done = run(python, tmp_path, "-c", program)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "42\n\n{7: 1, 13: 1}\n\n", "")
+
+
 def test_resampling_on_correct_works(python: Path, tmp_path: Path) -> None:
     program = (
         "from rstar2.grpo import resample_on_correct\n"

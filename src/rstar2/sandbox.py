@@ -71,6 +71,10 @@ class SandboxCalls:
         """The client, by loop: a forked child has a loop, and therefore a client, of its own."""
         self._sessions: list[CodeSession] = []
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy in another process has the same settings and a client of its own."""
+        return SandboxCalls, (self.config, self.limits)
+
     async def client(self) -> CodeEnvClient:
         """The client of this sandbox, started on first use."""
         if self.closed:

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from rstar2.config import load_recipe
 from rstar2.record import RunDirectory
-from rstar2.report import end_table, write_report
-from rstar2.report.page import choose_examples, figures
+from rstar2.report.page import choose_examples, figures, write_report
 from rstar2.report.summary import duration, summarise
+from rstar2.report.table import end_table
 
 MakeRun = Callable[..., Path]
 VOID = {"meta", "br", "hr", "img", "input", "link"}

@@ -210,7 +210,7 @@ def run(
         limits,
         deadline_s=deadlines.COMMAND_QUEUE_S + (wall_s or 60.0),
     )
-    result = asyncio.run(_run_one(call, _client_config(url, isolation, slots=1)))
+    result = asyncio.run(_run_one(call, _client_config(url, isolation, slots=1, warm_up=False)))
     if as_json:
         typer.echo(encode(result).decode())
     else:
@@ -351,10 +351,13 @@ def _config(**settings: Any) -> CodeEnvConfig:
         raise UserError(f"{field}: {first['input']!r}: {first['msg']}") from error
 
 
-def _client_config(url: str, isolation: str, slots: int) -> CodeEnvConfig:
-    urls = (url,) if url else ()
+def _client_config(url: str, isolation: str, slots: int, warm_up: bool = True) -> CodeEnvConfig:
     return _config(
-        urls=urls, isolation=isolation, slots=slots, token=os.environ.get(TOKEN_VARIABLE)
+        urls=(url,) if url else (),
+        isolation=isolation,
+        slots=slots,
+        warm_up=warm_up,
+        token=os.environ.get(TOKEN_VARIABLE),
     )
 
 

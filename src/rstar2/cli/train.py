@@ -186,7 +186,8 @@ def execute(
 
 def conclude(path: Path, *, json: bool) -> None:
     """Write the report; print the end table, or everything as JSON."""
-    from rstar2.report import end_table, write_report
+    from rstar2.report.page import write_report
+    from rstar2.report.table import end_table
 
     started = time.monotonic()
     page = write_report(path)

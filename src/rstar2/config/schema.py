@@ -88,6 +88,8 @@ class CodeEnvConfig(Section):
     """0 chooses a free port."""
     slots: int = Field(0, ge=0)
     """Calls executed at a time; 0 means one per core, plus one."""
+    warm_up: bool = True
+    """Start interpreters with NumPy, SymPy and SciPy in advance; false: when a call needs one."""
     queue: int = Field(50_000, ge=1)
     connections: int = Field(4096, ge=8)
     """Connections that the server keeps open; at most half of the process's descriptors."""

@@ -26,7 +26,7 @@ from rstar2.config import CodeEnvConfig
 
 KEEP_WARM_S = 60.0
 """How long an owned server stays after its last sandbox was closed: the next one starts at once."""
-_QUIET_START_S = 0.3
+_QUIET_START_S = 0.1
 """A start that takes longer is announced on a terminal."""
 
 T = TypeVar("T")

@@ -105,7 +105,7 @@ class WorkerExecutor:
 
     def _build(self, isolation: str) -> None:
         self.isolation = isolation
-        self.workers = WorkerPool(isolation, self.slots, self.functions)
+        self.workers = WorkerPool(isolation, self.slots, self.functions, self.config.warm_up)
         config = self.config
         standard = effective_limits(Limits(), config.default, config.cap)
         session_limits = replace(

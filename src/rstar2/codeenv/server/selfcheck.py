@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from rstar2.codeenv import deadlines
 from rstar2.codeenv.protocol import RunRequest
+from rstar2.codeenv.server.workers import FIRST
 from rstar2.errors import IsolationError
 from rstar2.types import Limits, Outcome, ToolResult
 
@@ -152,7 +153,7 @@ def checks(level: str, forks: bool, counted: bool, canary: str) -> list[JailChec
         walls = walls.replace('refused("signalling the worker", ', "(lambda *_: _[-1]())(")
     programs = [
         JailCheck("walls of the jail", walls, ok),
-        JailCheck("wall time", "while True: pass", (Outcome.TIMEOUT,), QUICK),
+        JailCheck("wall time", "import time; time.sleep(60)", (Outcome.TIMEOUT,), QUICK),
         JailCheck("CPU time", "while True: pass", (Outcome.TIMEOUT,), LITTLE_CPU),
         JailCheck("memory", "bytearray(300 << 20)", (Outcome.MEMORY,)),
         JailCheck("output", "while True: print('x' * 9999)", (Outcome.OUTPUT_LIMIT,)),
@@ -180,7 +181,7 @@ async def check(executor: WorkerExecutor) -> None:
     """Run all checks; IsolationError names the limits that do not hold."""
     secret = secrets.token_hex(16)
     canary = await asyncio.to_thread(_plant, executor.workers.directory, secret)
-    link = await executor.workers.take("base", SMALL)
+    link = await executor.workers.take(FIRST, SMALL)
     executor.workers.give_back(link)
     counted = executor.isolation == "strict" or bool(link.spec.group.pids)
     todo = checks(executor.isolation, link.spec.forks, counted, str(canary))

@@ -32,6 +32,8 @@ OVERHEAD_MB = 192
 """Memory of the worker itself in its control group, in addition to what its calls may use."""
 _UID_FIRST, _UIDS = 50_000, 10_000
 """Uids for workers when the server is root; servers start at different ones."""
+FIRST = "plain"
+"""The flavour that is started first, and checked: the server is ready when it is."""
 _PER_SLOT = 5
 """Workers kept per slot, of all kinds together: one of each flavour."""
 
@@ -187,8 +189,11 @@ class WorkerLink(asyncio.Protocol):
 class WorkerPool:
     """Starts, keeps and ends workers. On the host it leaves `directory` and control groups."""
 
-    def __init__(self, isolation: str, slots: int, functions: Mapping[str, str]) -> None:
+    def __init__(
+        self, isolation: str, slots: int, functions: Mapping[str, str], warm_up: bool = True
+    ) -> None:
         self.isolation = isolation
+        self.warm_up = warm_up
         self._zygotes = ZygotePool(functions)
         self.most = _PER_SLOT * slots
         self.directory = ""
@@ -199,9 +204,9 @@ class WorkerPool:
         self._tree = cgroups.ControlGroupTree([])
 
     async def start(self) -> None:
-        """Remove what dead servers left on the host, then warm up the common flavour."""
+        """Remove what dead servers left on the host, then start the flavour that starts fastest."""
         await asyncio.get_running_loop().run_in_executor(None, self._prepare_host)
-        await self.zygote("base")
+        await self.zygote(FIRST)
 
     def _prepare_host(self) -> None:
         probe.sweep_runtime()
@@ -210,7 +215,9 @@ class WorkerPool:
         self._tree = cgroups.ControlGroupTree(cgroups.hierarchies())
 
     def start_others(self) -> None:
-        """Warm up the other flavours in the background; until then calls use `base`."""
+        """Warm up the other flavours in the background, if that is wanted."""
+        if not self.warm_up:
+            return
         task = asyncio.create_task(self._zygotes.start_others())
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -232,9 +239,9 @@ class WorkerPool:
         return self._zygotes.warm(flavour)
 
     def flavour_for(self, code: bytes) -> str:
-        """The flavour that a program starts in; `base` while the lightest one is not warm."""
+        """The flavour that a program starts in; `base` if that is warm and the right one is not."""
         flavour = warmup.flavour_for(code)
-        return flavour if self.warm(flavour) else "base"
+        return "base" if self.warm("base") and not self.warm(flavour) else flavour
 
     @property
     def zygotes(self) -> dict[str, ZygoteLink]:

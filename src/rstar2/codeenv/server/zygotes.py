@@ -206,8 +206,8 @@ class ZygotePool:
         return zygote
 
     async def start_others(self) -> None:
-        """Warm up the other flavours, one after the other; until then calls use `base`."""
-        for flavour in warmup.FLAVOURS:
+        """Warm up the other flavours, one after the other, `base` first: it can run any program."""
+        for flavour in ("base", *warmup.FLAVOURS):
             await asyncio.gather(self.get(flavour), return_exceptions=True)  # _keep logs failures
 
     def warm(self, flavour: str) -> bool:
