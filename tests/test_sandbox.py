@@ -181,6 +181,17 @@ def test_a_session_keeps_state_branches_and_rolls_back(box: Sandbox) -> None:
         session.run("1")
 
 
+def test_files_of_a_session_stay_and_each_call_returns_what_it_changed(box: Sandbox) -> None:
+    with box.session() as session:
+        first = session.run("open('a', 'w').write('1')", files={"in/put": b"x"})
+        assert first.files == {"a": b"1"}
+        second = session.run("print(open('a').read(), open('in/put').read())")
+        assert (second.stdout, second.files) == ("1 x\n", {})
+        with session.branch() as other:
+            assert other.run("open('a', 'a').write('2')").files == {"a": b"12"}
+        assert session.run("print(open('a').read())").stdout == "1\n"
+
+
 def test_sessions_end_with_their_sandbox(box: Sandbox) -> None:
     with Sandbox(slots=SLOTS) as other:
         session = other.session(id="mine")

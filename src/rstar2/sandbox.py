@@ -124,7 +124,7 @@ class SandboxCalls:
             session,
             deadline_s or deadlines.DEFAULT_DEADLINE_S + (within.wall_s or 0.0),
             _contents(files or {}),
-            collect=session is None,
+            collect=True,
         )
         result = await (await self.client()).run(request)
         if result.outcome is Outcome.INFRASTRUCTURE:
@@ -374,10 +374,16 @@ class SandboxSession:
         self.close()
 
     def run(
-        self, code: str, *, stdin: str = "", id: str | None = None, **limits: Unpack[CallLimits]
+        self,
+        code: str,
+        *,
+        stdin: str = "",
+        files: Files | None = None,
+        id: str | None = None,
+        **limits: Unpack[CallLimits],
     ) -> ToolResult:
-        """Run one program in this interpreter."""
-        return _wait(self._calls.run(code, stdin, None, id, limits, self.id))
+        """Run one program in this interpreter. Its files stay for the next call."""
+        return _wait(self._calls.run(code, stdin, files, id, limits, self.id))
 
     def branch(self, *, id: str | None = None) -> SandboxSession:
         """A second session that starts with a copy of this one's state."""
@@ -476,10 +482,16 @@ class AsyncSandboxSession:
         await self.close()
 
     async def run(
-        self, code: str, *, stdin: str = "", id: str | None = None, **limits: Unpack[CallLimits]
+        self,
+        code: str,
+        *,
+        stdin: str = "",
+        files: Files | None = None,
+        id: str | None = None,
+        **limits: Unpack[CallLimits],
     ) -> ToolResult:
         """See `SandboxSession.run`."""
-        return await _await(self._calls.run(code, stdin, None, id, limits, self.id))
+        return await _await(self._calls.run(code, stdin, files, id, limits, self.id))
 
     async def branch(self, *, id: str | None = None) -> AsyncSandboxSession:
         """See `SandboxSession.branch`."""

@@ -235,8 +235,6 @@ def to_run(call: RunIn, cap: Limits) -> RunRequest:
     _check_positive("deadline_s", call.deadline_s)
     if call.session is not None:
         check_session_id(call.session, "session")
-        if call.files or call.collect:
-            raise Refusal("invalid", "files: calls of a session take and return no files", "files")
     if call.files:
         check_files(call.files)
     limits = _to_limits(call.limits, cap)

@@ -164,8 +164,10 @@ def _walk(skip: Collection[str], since_ns: int) -> Iterator[tuple[bytes, int, in
                 name = os.fsencode(entry.name)
                 inside = path + b"/" + name if path else name
                 if entry.is_dir(follow_symlinks=False):
-                    if inside.count(b"/") < MAX_PATH_PARTS:  # deeper files are never returned
+                    if inside.count(b"/") < MAX_PATH_PARTS:
                         directories.append(inside)
+                    else:  # deeper files are never returned
+                        yield inside, -1, 0
                 elif entry.is_file(follow_symlinks=False):
                     yield from _open_file(parent, name, inside, since_ns)
         finally:
