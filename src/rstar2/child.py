@@ -79,8 +79,7 @@ class Child:
         self.name, self.log, self.grace_s = name, log, grace_s
         self._kills_group = kills_group
         if parent_death_signal is not None:
-            number, parent = str(int(parent_death_signal)), str(os.getpid())
-            command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, number, parent, *command]
+            command = with_parent_death_signal(command, parent_death_signal)
         with log.open("ab") if log is not None else contextlib.nullcontext() as output:
             self._process = subprocess.Popen(
                 command,
@@ -211,6 +210,12 @@ class Child:
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # it ended before it had read everything
                 self._process.stdin.close()
+
+
+def with_parent_death_signal(command: Sequence[str], number: signal.Signals) -> list[str]:
+    """The command line, started so that the kernel sends it a signal when this process ends."""
+    words = [str(int(number)), str(os.getpid()), *command]
+    return [sys.executable, "-I", "-S", "-c", _LAUNCHER, *words]
 
 
 def describe_exit(code: int) -> str:

@@ -26,6 +26,7 @@ one that belongs to a single module is defined there, and the drawing names that
     │   │   └── TransportError [codeenv.client.endpoint]  a server could not be reached
     │   ├── WeightUpdateError                      an engine's probe does not match the learner
     │   ├── RankError [learner.group]              a learner rank died or failed
+    │   ├── ToolServerError [environments.mcp]     an MCP server failed
     │   └── NodeError [cluster.nodes]              a cluster node, or an actor on it, was lost
     ├── ProgramError [endpoint.program]            an agent program failed: the rollout is dropped
     └── InvariantError                             a bug in this code: never retried

@@ -125,13 +125,14 @@ async def run_program(
     generate_deadline_s: float,
     program_deadline_s: float,
     reward: ProgramReward | None = None,
+    secret: str | None = None,
 ) -> Trajectory:
     """Run one rollout; the trajectory has a reward or a failure."""
     started_at, clock = time.time(), time.perf_counter()
     rollout = RolloutEndpoint(id, seed, generator, template, spec, generate_deadline_s)
     result: Any = None
     error: ProgramError | None = None
-    async with server.rollout(rollout):
+    async with server.rollout(rollout, secret):
         deadline = asyncio.timeout(program_deadline_s)
         try:
             async with deadline:
@@ -178,7 +179,7 @@ def _trajectory(
         stop = StopReason.ENGINE_FAILED if engine else StopReason.ENVIRONMENT_FAILED
     elif error is not None and rollout.stop is None:
         stop, failure = StopReason.ENVIRONMENT_FAILED, Failure(error.name, str(error))
-    elif not segments:
+    elif not segments and rollout.stop is None:
         text = "the program ended without a reply of the model"
         stop, failure = StopReason.ENVIRONMENT_FAILED, Failure("program", text)
     first = segments[0] if segments else TokenSegment((), ())

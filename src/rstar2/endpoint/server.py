@@ -55,7 +55,7 @@ from rstar2.endpoint.chat import (
 )
 from rstar2.endpoint.segments import ChatMessage, ChatPrompt, RolloutTokens, cut_at_stop
 from rstar2.engine.base import Generator
-from rstar2.errors import DeadlineError, EngineError, InfrastructureError
+from rstar2.errors import DeadlineError, EngineError, InfrastructureError, InvariantError
 from rstar2.seeds import derive_seed
 from rstar2.types import Failure, Finish, Generation, Sampling, StopReason, Turn
 
@@ -215,6 +215,11 @@ class _InProcessServer(uvicorn.Server):
         yield
 
 
+def new_secret() -> str:
+    """The part of a base URL that cannot be guessed."""
+    return secrets.token_urlsafe(24)
+
+
 class EndpointServer:
     """The HTTP server of all rollouts of a process; use as an async context manager."""
 
@@ -287,9 +292,16 @@ class EndpointServer:
         self._server = self._serving = self._socket = None
 
     @asynccontextmanager
-    async def rollout(self, rollout: RolloutEndpoint) -> AsyncIterator[RolloutEndpoint]:
-        """Serve a rollout at its own `base_url` until the block ends."""
-        secret = secrets.token_urlsafe(24)
+    async def rollout(
+        self, rollout: RolloutEndpoint, secret: str | None = None
+    ) -> AsyncIterator[RolloutEndpoint]:
+        """Serve a rollout at its own `base_url` until the block ends.
+
+        A caller that gives `secret` again must know that no request of the former rollout is left.
+        """
+        secret = secret or new_secret()
+        if secret in self._rollouts:
+            raise InvariantError("two rollouts at the same time have the same secret")
         rollout.base_url = f"{self._url}/{secret}/v1"
         self._rollouts[secret], self._running[secret] = rollout, set()
         try:

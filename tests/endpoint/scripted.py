@@ -1,0 +1,36 @@
+"""A generator that answers with given texts: the hand-written seam of adapter tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rstar2.agent.template import Template
+from rstar2.config import TemplateConfig
+from rstar2.learner.tiny import make_tokenizer
+from rstar2.types import Finish, Generation, Sampling
+
+
+def tiny_template() -> Template:
+    return Template(make_tokenizer(), TemplateConfig(system="none", instruction="none"))
+
+
+@dataclass
+class ScriptedGenerator:
+    """`answer(text of the prompt)` is what the model says."""
+
+    template: Template
+    answer: Callable[[str], str]
+    prompts: list[str] = field(default_factory=list)
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, deadline_s: float
+    ) -> Generation:
+        prompt = self.template.decode(prompt_ids)
+        self.prompts.append(prompt)
+        ids = self.template.encode_turn(self.answer(prompt))[: sampling.max_new_tokens]
+        finish = Finish.STOP if ids[-1] in self.template.stop_ids else Finish.LENGTH
+        return Generation(ids, (-0.1,) * len(ids), ((0, len(ids)),), finish)
+
+    async def release(self, session: str) -> None:
+        return
