@@ -74,6 +74,17 @@ def wrong_recipes(tmp_path: Path, port: int) -> list[tuple[list[str], str]]:
     (tmp_path / "truth.jsonl").write_text(row % "integer")
     return [
         (["tiny", "--set", "rl.problems=grader.jsonl"], "grader = 'exact' is unknown"),
+        (
+            [
+                "tiny",
+                "--set",
+                "rl.problems=null",
+                "--set",
+                "environment.args.problems=grader.jsonl",
+            ],
+            "grader.jsonl:49: problem 49: grader = 'exact' is unknown",
+        ),
+        (["tiny", "--set", "environment.use=python-maths"], "did you mean python-math?"),
         (["tiny", "--set", "evaluation.problems=truth.jsonl"], "truth.jsonl:1: problem 1: answer"),
         (["bad.yaml"], "bad.yaml:4: rl.roc.drawm is not a setting: did you mean rl.roc.drawn?"),
         (["tiny", "--set", "rl.stages.stage3.max_length=9999"], "longer than model.max_length"),

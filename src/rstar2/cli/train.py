@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
@@ -27,7 +27,7 @@ from rstar2.pipeline.progress import ProgressView
 from rstar2.plugins import load_function, search_beside
 from rstar2.record import RunDirectory, is_finished, read_evaluations
 from rstar2.track import check_trackers
-from rstar2.types import encode
+from rstar2.types import Split, encode
 
 Pipeline = Callable[[Recipe, RunDirectory, ProgressView], Awaitable[Any]]
 
@@ -144,11 +144,13 @@ def show(loaded: LoadedRecipe, run: Path | None) -> None:
 
 
 def check_start(recipe: Recipe, path: Path) -> None:
-    """Raise UserError for what would make the run fail: machine, problems, own functions, ..."""
-    from rstar2.problems.load import check_problems
+    """Raise UserError for what would make the run fail: machine, environment, problems, ..."""
+    from rstar2.environments.load import load_environment, recipe_problems
 
     preflight(recipe, path)
-    check_problems(recipe)
+    environment = load_environment(recipe.environment, recipe.template)
+    for split in get_args(Split) if recipe.rl.stages else ("heldout",):
+        recipe_problems(recipe, environment, split)
     for setting, name in (
         ("rl.advantage", recipe.rl.advantage),
         ("rl.loss.kind", recipe.rl.loss.kind),

@@ -213,7 +213,8 @@ def recipe_problems(
     else:
         source, count, seed = recipe.evaluation.problems, recipe.evaluation.count, 0
     if source is not None:
-        return load_problems(source, split, count=count, seed=seed)
+        graded = environment.name == PYTHON_MATH
+        return load_problems(source, split, count=count, seed=seed, graded=graded)
     problems = tuple(environment.problems(split, count, seed))
     if not problems:
         raise DataError(f"environment {environment.name} has no problems of the split {split!r}")

@@ -50,10 +50,15 @@ class PythonMath:
     needs_sandbox = True
 
     def __init__(
-        self, template: TemplateConfig | None = None, *, problems: str = ARITHMETIC
+        self,
+        template: TemplateConfig | None = None,
+        *,
+        problems: str = ARITHMETIC,
+        penalise_text_after_answer: bool = False,
     ) -> None:
         self._template = template or TemplateConfig()
         self._problems = problems
+        self._penalise_text_after_answer = penalise_text_after_answer
 
     @property
     def prefill(self) -> str:
@@ -84,7 +89,14 @@ class PythonMath:
         return Message("system", SYSTEM), Message("user", user)
 
     def format_penalty(self, trajectory: Trajectory) -> float:
-        """The paper's p_format: answer tags must occur once."""
+        """The paper's p_format: answer tags must occur once.
+
+        With `penalise_text_after_answer`, 1 as well if text follows the last answer.
+        """
+        if self._penalise_text_after_answer and trajectory.turns:
+            _, _, after = trajectory.turns[-1].text.rpartition(ANSWER_CLOSE)
+            if ANSWER_CLOSE in trajectory.turns[-1].text and after.strip():
+                return 1.0
         return format_penalty(trajectory.answer_tags, len(trajectory.turns))
 
     async def close(self) -> None:

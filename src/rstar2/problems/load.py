@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 
-from rstar2.config import Recipe
 from rstar2.errors import DataError
 from rstar2.problems.overlap import HashTable, text_hash
 from rstar2.reward.grade import check_gold
@@ -39,28 +38,23 @@ class _ProblemLine(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def load_problems(
-    name: str, split: Split, *, count: int | None = None, seed: int = 0
+    name: str, split: Split, *, count: int | None = None, seed: int = 0, graded: bool = True
 ) -> tuple[Problem, ...]:
-    """The problems of a recipe, at most `count`; deterministic in its arguments."""
+    """The problems of a recipe, at most `count`; deterministic in its arguments.
+
+    `graded` is false if their environment does not use the graders of `reward/`.
+    """
     if name == ARITHMETIC:
         from rstar2.problems.arithmetic import make_problems
 
         size = count if count is not None else TRAIN_COUNT
         return tuple(make_problems(split, size, derive_seed("problems", split, seed)))
-    problems = tuple(read_jsonl(Path(name)))
+    problems = tuple(read_jsonl(Path(name), graded=graded))
     return problems if count is None else problems[:count]
 
 
-def check_problems(recipe: Recipe) -> None:
-    """Read the problem files of a recipe, so that an invalid problem is an error before a run."""
-    names = {recipe.evaluation.problems} | ({recipe.rl.problems} if recipe.rl.stages else set())
-    for name in sorted(name for name in names if name not in (None, ARITHMETIC)):
-        for _ in read_jsonl(Path(name)):
-            pass
-
-
-def read_jsonl(path: Path) -> Iterator[Problem]:
-    """Stream a JSONL file of problems; ids must be unique and every answer readable."""
+def read_jsonl(path: Path, *, graded: bool = True) -> Iterator[Problem]:
+    """Stream a JSONL file of problems; ids must be unique, and `graded` answers readable."""
     try:
         file = path.open("rb")
     except OSError as error:
@@ -74,7 +68,8 @@ def read_jsonl(path: Path) -> Iterator[Problem]:
             if not line.strip():
                 continue
             problem = _parse(line, f"{path}:{number}", number)
-            check_gold(problem, f"{path}:{number}")
+            if graded:
+                check_gold(problem, f"{path}:{number}")
             if (first := seen.first(text_hash(problem.id), number)) != number:
                 raise DataError(f"{path}:{number}: id {problem.id!r} is already on line {first}")
             yield problem
