@@ -11,6 +11,7 @@ import pytest
 
 import rstar2
 from rstar2 import extras
+from rstar2.cli import COMMANDS
 
 HEAVY = ("torch", "transformers", "pydantic", "yaml", "numpy", "msgspec", "typer", "rich")
 BLOCKER = """
@@ -66,6 +67,15 @@ def test_resampling_on_correct_needs_neither_pydantic_nor_yaml_nor_torch() -> No
         "kept = resample_on_correct([1, 0, 1, 0], [0, 0, 0.5, 0], keep=2, seed=0)\n"
         "assert len(kept) == 2, kept\n",
         blocked=("pydantic", "yaml", "torch", "numpy"),
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_command_can_be_imported_without_any_extra() -> None:
+    modules = sorted({module for module, _, _ in COMMANDS.values()})
+    done = python(
+        f"import importlib\nfor name in {modules!r}:\n    importlib.import_module(name)\n",
+        blocked=tuple(extras.MODULES),
     )
     assert done.returncode == 0, done.stderr
 

@@ -126,7 +126,7 @@ def test_resampling_on_correct_works(python: Path, tmp_path: Path) -> None:
         ("quickstart",),
         ("sft", "tiny"),
         ("ablate", "--out", "out"),
-        ("eval", "run", "--model", "model", "--on", "held-out", "--out", "out"),
+        ("eval", "run", "model", "--on", "arithmetic", "--out", "out"),
         ("view", "run"),
         ("entropy", "run"),
         ("chat", "--model", "model", "hello"),

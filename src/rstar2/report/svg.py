@@ -15,6 +15,8 @@ from typing import TypeGuard
 
 from markupsafe import Markup, escape
 
+from rstar2.report.summary import percent as percent
+
 Number = float | None
 
 WIDTH, HEIGHT = 420, 220
@@ -56,12 +58,6 @@ class Scale:
     def __call__(self, value: float) -> float:
         width = self.high - self.low or 1.0
         return self.start + (value - self.low) / width * (self.end - self.start)
-
-
-def percent(value: float) -> str:
-    """0.956 -> 95.6%"""
-    text = f"{100 * value:.1f}"
-    return f"{text.removesuffix('.0')}%"
 
 
 def number(value: float) -> str:

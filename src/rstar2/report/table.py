@@ -9,8 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from rstar2.report.summary import Summary, summarise
-from rstar2.report.svg import percent
+from rstar2.report.summary import Summary, percent, summarise
 from rstar2.types import Estimate, Evaluation
 
 
