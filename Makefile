@@ -44,13 +44,18 @@ $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt scripts/install_vllm.py
 test-vllm: $(VLLM_INSTALLED)  ## run the tests against real vLLM servers on this machine's CPU
 	OMP_NUM_THREADS=1 $(VLLM)/bin/pytest tests/vllm
 
+# verl's requirements exclude our version of transformers; its tool interface needs only these.
+VERL := verl==0.9.1 tensordict==0.10.0 codetiming==1.4.0 pyvers==0.2.3 cloudpickle==3.1.2 \
+	orjson==3.13.0 omegaconf==2.4.0
+
 $(RAY_INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(RAY)
 	$(RAY)/bin/pip install --quiet -c constraints.txt -e '.[dev,ray]'
+	$(RAY)/bin/pip install --quiet --no-deps $(VERL)
 	touch $@
 
-test-cluster: $(RAY_INSTALLED)  ## run the tests on a two-node Ray cluster on this machine
-	OMP_NUM_THREADS=1 $(RAY)/bin/pytest tests/cluster
+test-cluster: $(RAY_INSTALLED)  ## run the tests on a two-node Ray cluster on this machine, and verl's
+	OMP_NUM_THREADS=1 $(RAY)/bin/pytest tests/cluster tests/trainers/test_verl.py
 
 lint: $(INSTALLED)  ## run ruff and mypy
 	$(BIN)/ruff check .

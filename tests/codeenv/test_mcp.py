@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -25,31 +24,15 @@ from mcp.types import CallToolResult, TextContent
 from rstar2.codeenv.client import CodeEnvClient
 from rstar2.config import CodeEnvConfig
 from rstar2.mcp import PythonTools
+from tests.commands import CODEENV, codeenv_command
 
 START_S = 600
-MAIN = [sys.executable, "-c", "from rstar2.cli import main; main()", "codeenv"]
-
-
-@contextlib.contextmanager
-def command(*arguments: str, **environment: str) -> Iterator[tuple[Any, str]]:
-    """A running `rstar2 codeenv` command and the URL that it prints."""
-    process = subprocess.Popen(
-        [*MAIN, *arguments], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**os.environ, "COLUMNS": "200", **environment},
-    )  # fmt: skip
-    assert process.stderr is not None
-    try:
-        line = next(line for line in process.stderr if "http://" in line)
-        yield process, "http://" + line.partition("http://")[2].split(" ")[0].rstrip(";:,\n")
-    finally:
-        process.terminate()
-        process.communicate(timeout=120)
 
 
 @pytest.fixture(scope="module")
 def codeenv() -> Iterator[str]:
     """The URL of one code environment for this file."""
-    with command("serve", "--port", "0", "--slots", "2", "--max-wall-s", "300") as (_, url):
+    with codeenv_command("serve", "--port", "0", "--slots", "2", "--max-wall-s", "300") as url:
         yield url
 
 
@@ -57,7 +40,7 @@ def codeenv() -> Iterator[str]:
 def http_url(codeenv: str) -> Iterator[str]:
     """One MCP server: programs may wait for long, but not compute for long."""
     limits = ("--wall-s", "300", "--cpu-s", "3")
-    with command("mcp", "--http", "--port", "0", "--url", codeenv, *limits) as (_, url):
+    with codeenv_command("mcp", "--http", "--port", "0", "--url", codeenv, *limits) as url:
         yield url
 
 
@@ -72,8 +55,8 @@ def connect(request: pytest.FixtureRequest, codeenv: str, http_url: str) -> Conn
     def start() -> AbstractAsyncContextManager[Client]:
         if transport == "http":
             return Client(http_url, mode=mode, read_timeout_seconds=120)
-        arguments = [*MAIN[1:], "mcp", "--url", codeenv, "--wall-s", "20"]
-        parameters = StdioServerParameters(command=MAIN[0], args=arguments)
+        arguments = [*CODEENV[1:], "mcp", "--url", codeenv, "--wall-s", "20"]
+        parameters = StdioServerParameters(command=CODEENV[0], args=arguments)
         return Client(stdio_client(parameters), mode=mode, read_timeout_seconds=120)
 
     return start
@@ -150,8 +133,8 @@ async def test_a_conversation_has_one_session_which_ends_with_it(
         assert health(codeenv)["sessions"] == before + 2
     await until(lambda: health(codeenv)["sessions"] == before)
 
-    arguments = [*MAIN[1:], "mcp", "--url", codeenv]
-    parameters = StdioServerParameters(command=MAIN[0], args=arguments)
+    arguments = [*CODEENV[1:], "mcp", "--url", codeenv]
+    parameters = StdioServerParameters(command=CODEENV[0], args=arguments)
     async with Client(stdio_client(parameters)) as client:
         await client.call_tool("python_session", {"code": "b = 2"})
         assert text(await client.call_tool("python_session", {"code": "b"})) == "2"
@@ -215,7 +198,7 @@ async def test_a_client_that_disconnects_leaves_no_program(codeenv: str, http_ur
 @pytest.mark.slow
 async def test_http_asks_for_its_token(codeenv: str) -> None:
     arguments = ("mcp", "--http", "--port", "0", "--url", codeenv)
-    with command(*arguments, RSTAR2_CODEENV_TOKEN="secret") as (_, url):
+    with codeenv_command(*arguments, RSTAR2_CODEENV_TOKEN="secret") as url:
         async with create_mcp_http_client(headers=BEARER) as http:
             refused = await http.post(url, json={}, headers={"authorization": "Bearer wrong"})
             assert refused.status_code == 401
@@ -231,7 +214,9 @@ BEARER = {"authorization": "Bearer secret"}
 @pytest.mark.slow
 @pytest.mark.timeout(START_S)
 async def test_the_command_starts_a_code_environment_of_its_own() -> None:
-    parameters = StdioServerParameters(command=MAIN[0], args=[*MAIN[1:], "mcp", "--slots", "1"])
+    parameters = StdioServerParameters(
+        command=CODEENV[0], args=[*CODEENV[1:], "mcp", "--slots", "1"]
+    )
     async with Client(stdio_client(parameters), read_timeout_seconds=START_S) as client:
         assert text(await client.call_tool("python", {"code": "6 * 7"})) == "42"
 
@@ -245,7 +230,7 @@ async def test_the_command_starts_a_code_environment_of_its_own() -> None:
 )
 @pytest.mark.slow
 def test_what_cannot_be_served_is_one_message(arguments: tuple[str, ...], part: str) -> None:
-    done = subprocess.run([*MAIN, *arguments], capture_output=True, text=True, timeout=START_S)
+    done = subprocess.run([*CODEENV, *arguments], capture_output=True, text=True, timeout=START_S)
     assert done.returncode
     assert part in done.stderr
     assert "Traceback" not in done.stderr
