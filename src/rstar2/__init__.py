@@ -11,6 +11,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rstar2.environments.environment import Environment as Environment
+    from rstar2.environments.environment import EpisodeView as EpisodeView
+    from rstar2.environments.python_tool import python as python
+    from rstar2.environments.tools import tool as tool
     from rstar2.errors import CodeEnvError as CodeEnvError
     from rstar2.errors import InfrastructureError as InfrastructureError
     from rstar2.errors import RstarError as RstarError
@@ -19,6 +23,8 @@ if TYPE_CHECKING:
     from rstar2.sandbox import AsyncSandbox as AsyncSandbox
     from rstar2.sandbox import Sandbox as Sandbox
     from rstar2.types import Outcome as Outcome
+    from rstar2.types import Problem as Problem
+    from rstar2.types import Reward as Reward
     from rstar2.types import ToolResult as ToolResult
 
 __version__ = "0.2.0"
@@ -26,13 +32,19 @@ __version__ = "0.2.0"
 _PUBLIC = {
     "AsyncSandbox": "rstar2.sandbox",
     "CodeEnvError": "rstar2.errors",
+    "Environment": "rstar2.environments.environment",
+    "EpisodeView": "rstar2.environments.environment",
     "InfrastructureError": "rstar2.errors",
     "Outcome": "rstar2.types",
+    "Problem": "rstar2.types",
+    "Reward": "rstar2.types",
     "RstarError": "rstar2.errors",
     "Sandbox": "rstar2.sandbox",
     "ToolResult": "rstar2.types",
     "UserError": "rstar2.errors",
+    "python": "rstar2.environments.python_tool",
     "resample_on_correct": "rstar2.grpo.roc",
+    "tool": "rstar2.environments.tools",
 }
 """Public name -> the module that defines it."""
 

@@ -23,7 +23,8 @@ one that belongs to a single module is defined there, and the drawing names that
     │   │   ├── IsolationError                     the requested isolation level is not available
     │   │   ├── SessionLostError                   a session ended; its state is gone
     │   │   ├── WorkerLostError [codeenv.server.zygotes]  a worker exited without a reply
-    │   │   └── TransportError [codeenv.client.endpoint]  a server could not be reached
+    │   │   ├── TransportError [codeenv.client.endpoint]  a server could not be reached
+    │   │   └── SessionLostError [environments.python_tool]  an interpreter session was lost
     │   ├── WeightUpdateError                      an engine's probe does not match the learner
     │   ├── RankError [learner.group]              a learner rank died or failed
     │   ├── ToolServerError [environments.mcp]     an MCP server failed

@@ -304,6 +304,7 @@ class OpenTool(Protocol):
         ...
 
 
+@runtime_checkable
 class Tool(Protocol):
     """A tool that an environment gives to its episodes."""
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from rstar2.codeenv.protocol import RunRequest
-from rstar2.environments.base import SandboxClient, ToolSpec, kind_of, printable
+from rstar2.environments.base import OpenTool, SandboxClient, ToolSpec, kind_of, printable
+from rstar2.errors import CodeEnvError, InvariantError
 from rstar2.paper_format import TOOL, TOOL_NAME
-from rstar2.types import ToolCall, ToolResult
+from rstar2.types import Outcome, ToolCall, ToolResult
 
 _FRESH = "Every call starts afresh: variables are not kept."
 _KEPT = "Variables, functions and imports are kept between calls."
@@ -69,3 +70,61 @@ class OpenPython:
 
     async def close(self) -> None:
         """Nothing is held."""
+
+
+class SessionLostError(CodeEnvError):
+    """An interpreter session ended with its worker or server; its state cannot be restored."""
+
+
+class OpenPythonSession:
+    """The Python tool with one interpreter session, opened at the first call."""
+
+    def __init__(self, sandbox: SandboxClient) -> None:
+        self._sandbox = sandbox
+        self._session: str | None = None
+
+    async def call(self, call: ToolCall, deadline_s: float) -> ToolResult:
+        """Run the code of a call in the episode's session."""
+        if self._session is None:
+            self._session = (await self._sandbox.open_session()).id
+        code, stdin = call.arguments["code"], call.arguments.get("input", "")
+        request = RunRequest(
+            call.id, code, stdin=stdin, session=self._session, deadline_s=deadline_s
+        )
+        result = await self._sandbox.run(request)
+        if result.outcome is Outcome.INFRASTRUCTURE:
+            raise SessionLostError(result.message or "the session could not execute a call")
+        return result
+
+    async def close(self) -> None:
+        """End the session; one that was lost is closed already."""
+        session, self._session = self._session, None
+        if session is not None:
+            await self._sandbox.close_session(session)
+
+
+@dataclass(frozen=True, slots=True)
+class PythonTool:
+    """The Python tool of an environment; `python()` makes one."""
+
+    spec: PythonSpec
+    needs_sandbox: ClassVar[bool] = True
+
+    def open(self, sandbox: SandboxClient | None) -> OpenTool:
+        """The tool for one episode."""
+        if sandbox is None:
+            raise InvariantError(f"tool {self.spec.name} needs the code environment")
+        return OpenPythonSession(sandbox) if self.spec.stateful else OpenPython(sandbox)
+
+    def call_text(self, code: str, stdin: str = "") -> str:
+        """A call as the model writes it, for demonstrations."""
+        body = json.dumps({"name": self.spec.name, "arguments": {"code": code, "input": stdin}})
+        return f"<tool_call>\n{body}\n</tool_call>"
+
+
+def python(*, session: bool = False, name: str = TOOL_NAME) -> PythonTool:
+    """A tool that runs the model's Python in the code environment.
+
+    session: keep variables between the calls of an episode; otherwise every call starts afresh
+    """
+    return PythonTool(python_spec(name, session=session))

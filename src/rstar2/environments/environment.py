@@ -1,0 +1,280 @@
+"""`rstar2.Environment`: an environment from problems, tools and a reward function.
+
+    env = rstar2.Environment(
+        problems="cities.jsonl",
+        tools=[population, rstar2.python()],
+        reward=lambda episode: float(episode.answer == episode.problem.answer),
+        system="Answer questions about cities.",
+    )
+
+The functions that a person gives (`reward`, `reply`) take an EpisodeView: the problem, the turns so
+far, the answer, and `state`, a dict of their own. Plain functions run in a thread, async ones on
+the event loop. Tools with a state of their own are made per episode: `tools` may be a function of
+the problem.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rstar2.environments.base import Answer, OpenTool, SandboxClient, Tool, ToolSpec
+from rstar2.environments.problems import ProblemList, ProblemSource
+from rstar2.environments.threads import call_function
+from rstar2.environments.tools import FunctionTool
+from rstar2.errors import UserError
+from rstar2.paper_format import format_penalty as paper_penalty
+from rstar2.tasks import together
+from rstar2.types import (
+    Conversation,
+    Failure,
+    Message,
+    Problem,
+    Reward,
+    Split,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+)
+
+AnyTool = Tool | Callable[..., Any]
+"""A tool, or a function that becomes one."""
+Tools = Sequence[AnyTool] | Callable[[Problem], Sequence[AnyTool]]
+MakeDemonstration = Callable[[Problem, random.Random], Sequence[str]]
+
+
+@dataclass(slots=True)
+class EpisodeView:
+    """An episode as the functions of an environment see it."""
+
+    problem: Problem
+    seed: int
+    turns: Sequence[Turn] = ()
+    """The model's turns so far; `turns[-1].text` is what it said last."""
+    answer: str = ""
+    """The text of the last turn, or what stands between the answer tags."""
+    trajectory: Trajectory | None = None
+    """The whole rollout; only for the reward."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """For the environment's own use; private to the episode."""
+
+    @property
+    def text(self) -> str:
+        """What the model said last."""
+        return self.turns[-1].text if self.turns else ""
+
+
+class Environment:
+    """A task for the agent: problems, tools, replies and a reward.
+
+    problems: a JSONL file, a list of problems or dicts (`prompt`, `answer`, ...), or a function
+        of (split, seed) that returns such a list; of a file or list every eighth problem is held
+        out for evaluation
+    reward: a function of the finished episode; returns a finite number (or a bool)
+    tools: tools and functions, or a function of the problem that returns them; none by default
+    system: the system message, or a function of the problem
+    reply: a function of the episode, called after a turn without a tool call; returns the next
+        user message, or None to end. Without it the first such turn ends the episode
+    format_penalty: a function of the trajectory for RoC's p_format; by default the paper's for
+        tagged answers, else 0
+    demonstrations: a function of (problem, random.Random) for SFT; returns the texts of a
+        conversation: the model's turn, the response to it, the model's turn, ...
+    answer_tags: tags around the answer, such as ("<answer>", "</answer>"); without them the last
+        turn is the answer
+    prefill: the beginning of every first turn
+    name: for records and messages
+    """
+
+    def __init__(
+        self,
+        problems: ProblemSource,
+        reward: Callable[[EpisodeView], Any],
+        *,
+        tools: Tools = (),
+        system: str | Callable[[Problem], str] = "",
+        reply: Callable[[EpisodeView], Any] | None = None,
+        format_penalty: Callable[[Trajectory], float] | None = None,
+        demonstrations: MakeDemonstration | None = None,
+        answer_tags: tuple[str, str] | None = None,
+        prefill: str = "",
+        name: str = "environment",
+    ) -> None:
+        if not callable(reward):
+            raise UserError(f"reward must be a function of the episode, got {reward!r}")
+        self.name, self.prefill, self.answer_tags = name, prefill, answer_tags
+        self.reward, self.system = reward, system
+        self._reply, self._penalty = reply, format_penalty
+        self._demonstrate = demonstrations
+        self._problems = ProblemList(problems, name)
+        self._tools: tuple[Tool, ...] | Callable[[Problem], Sequence[AnyTool]]
+        self._tools = tools if callable(tools) else make_tools(tools)
+
+    def __repr__(self) -> str:
+        return f"<environment {self.name}>"
+
+    @property
+    def needs_sandbox(self) -> bool:
+        """Whether a tool needs the code environment; tools made per problem may."""
+        return callable(self._tools) or any(tool.needs_sandbox for tool in self._tools)
+
+    def problems(self, split: Split, count: int | None, seed: int) -> Sequence[Problem]:
+        """At most `count` problems of a split."""
+        return self._problems.take(split, count, seed)
+
+    def tools(self, problem: Problem) -> tuple[Tool, ...]:
+        """The tools of one episode."""
+        return make_tools(self._tools(problem)) if callable(self._tools) else self._tools
+
+    def messages(self, problem: Problem) -> tuple[Message, ...]:
+        """What the model reads first."""
+        system = self.system(problem) if callable(self.system) else self.system
+        first = (Message("system", system),) if system else ()
+        return (*first, Message("user", problem.prompt))
+
+    async def open(self, problem: Problem, *, seed: int, sandbox: SandboxClient | None) -> Episode:
+        """Start an episode."""
+        return Episode(self, problem, seed, sandbox)
+
+    def format_penalty(self, trajectory: Trajectory) -> float:
+        """RoC's p_format: as given, or the paper's for tagged answers, else 0."""
+        if self._penalty is not None:
+            return self._penalty(trajectory)
+        if self.answer_tags is None:
+            return 0.0
+        return paper_penalty(trajectory.answer_tags, len(trajectory.turns))
+
+    def demonstrations(self, count: int, seed: int) -> Iterator[Conversation]:
+        """Conversations for SFT, one for each problem of the training split in turn."""
+        if self._demonstrate is None:
+            return
+        rng = random.Random(f"demonstrations {seed}")
+        problems = list(self.problems("train", None, seed))
+        for index in range(count):
+            if index % len(problems) == 0:
+                rng.shuffle(problems)
+            yield self._conversation(index, problems[index % len(problems)], rng)
+
+    def _conversation(self, index: int, problem: Problem, rng: random.Random) -> Conversation:
+        assert self._demonstrate is not None
+        texts = list(self._demonstrate(problem, rng))
+        if len(texts) % 2 == 0 or not all(isinstance(text, str) for text in texts):
+            raise UserError(
+                f"environment {self.name}: a demonstration is a list of texts (the model's turn, "
+                f"the response, the model's turn, ...) that ends with a turn; got {texts!r}"
+            )
+        messages = list(self.messages(problem))
+        for number, text in enumerate(texts):
+            if number % 2 == 0:
+                messages.append(Message("assistant", text))
+            else:
+                called = "<tool_call>" in texts[number - 1]
+                messages.append(Message("tool" if called else "user", text))
+        tools = tuple(tool.spec.signature for tool in self.tools(problem))
+        return Conversation(f"{self.name}-{index}", tuple(messages), tools, source=self.name)
+
+    async def reply(self, view: EpisodeView) -> Sequence[Message] | None:
+        """The environment's reply to the last turn; None ends the episode."""
+        if self._reply is None:
+            return None
+        said = await call_function(self._reply, view)
+        if said is None:
+            return None
+        return [Message("user", said)] if isinstance(said, str) else list(said)
+
+    async def close(self) -> None:
+        """Nothing is shared by episodes."""
+
+
+class Episode:
+    """One rollout of one problem of an Environment."""
+
+    def __init__(
+        self, environment: Environment, problem: Problem, seed: int, sandbox: SandboxClient | None
+    ) -> None:
+        self._environment = environment
+        self._view = EpisodeView(problem, seed)
+        self.messages: Sequence[Message] = environment.messages(problem)
+        tools = environment.tools(problem)
+        self.tools: Sequence[ToolSpec] = tuple(tool.spec for tool in tools)
+        self._open: dict[str, OpenTool] = {tool.spec.name: tool.open(sandbox) for tool in tools}
+
+    @property
+    def answer_tags(self) -> tuple[str, str] | None:
+        return self._environment.answer_tags
+
+    async def call(self, call: ToolCall, deadline_s: float) -> ToolResult:
+        """Run a call with its tool."""
+        return await self._open[call.name].call(call, deadline_s)
+
+    async def reply(self, turn: Turn) -> Sequence[Message] | None:
+        """Ask the environment's reply function."""
+        view = self._view
+        view.turns = (*view.turns, turn)
+        view.answer = self._answer_of(turn.text) or ""
+        return await self._environment.reply(view)
+
+    def _answer_of(self, text: str) -> str | None:
+        """The answer in the text of a turn; None without complete answer tags."""
+        if self.answer_tags is None:
+            return text.strip()
+        opening, closing = self.answer_tags
+        end = text.rfind(closing)
+        start = text.rfind(opening, 0, end) if end >= 0 else -1
+        return text[start + len(opening) : end].strip() if start >= 0 else None
+
+    def answer(self, turns: Sequence[Turn]) -> Answer:
+        """The last turn, or what its answer tags hold."""
+        if not turns:
+            return Answer(None, 0, complete=False)
+        if self.answer_tags is None:
+            said = not turns[-1].calls
+            return Answer(turns[-1].text.strip() if said else None, int(said), complete=said)
+        answers = [self._answer_of(turn.text) for turn in turns]
+        given = [answer for answer in answers if answer is not None]
+        count = sum(turn.text.count(self.answer_tags[0]) for turn in turns)
+        return Answer(given[-1] if given else None, count, complete=answers[-1] is not None)
+
+    async def reward(self, trajectory: Trajectory, deadline_s: float) -> Reward | Failure:
+        """Ask the environment's reward function; what it raises is a Failure."""
+        view = self._view
+        view.turns, view.trajectory = trajectory.turns, trajectory
+        view.answer = trajectory.answer or ""
+        value = await call_function(self._environment.reward, view)
+        if isinstance(value, Reward | Failure):
+            return value
+        if not isinstance(value, int | float):  # a bool is an int
+            kind = type(value).__name__
+            return Failure("reward", f"the reward must be a number, got {value!r} of type {kind}")
+        return Reward(float(value), trajectory.answer, self._environment.name)
+
+    async def close(self) -> None:
+        """Close the tools of the episode."""
+        await together(tool.close() for tool in self._open.values())
+
+
+def make_tools(given: Iterable[AnyTool]) -> tuple[Tool, ...]:
+    """Tools of an environment: functions become tools, and names must differ."""
+    if isinstance(given, str | Mapping):
+        raise UserError(f"tools must be a list of tools and functions, got {given!r}")
+    tools = []
+    for one in given:
+        if isinstance(one, Tool):
+            tools.append(one)
+        elif inspect.isfunction(one):
+            tools.append(FunctionTool(one))
+        else:
+            raise UserError(
+                f"tools: {one!r} is neither a tool nor a function: decorate it with @rstar2.tool"
+            )
+    for name, times in Counter(tool.spec.name for tool in tools).items():
+        if times > 1:
+            raise UserError(
+                f"two tools are called {name!r}: give one of them another name with "
+                "@rstar2.tool(name=...)"
+            )
+    return tuple(tools)
