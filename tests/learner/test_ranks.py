@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rstar2.config import LossConfig, OptimizerConfig
-from rstar2.errors import CheckpointError, DeadlineError
+from rstar2.errors import CheckpointError, DeadlineError, RecipeError
 from rstar2.learner.group import LearnerGroup, RankError
 from tests.learner.learner_helpers import (
     ADAMW,
@@ -71,6 +71,28 @@ def test_two_ranks_equal_one(
         assert all(a == pytest.approx(b, abs=1e-5) for a, b in pairs)
         assert start.sft_loss(ROWS) == pytest.approx(one.sft_loss(ROWS), rel=1e-5)
         assert start.sft_step(ROWS)["loss"] == pytest.approx(one.sft_step(ROWS)["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("members", [4, 1])
+def test_sequence_ratios_at_a_temperature_on_two_ranks(
+    start: LearnerGroup, model_dir: Path, members: int
+) -> None:
+    """The mean over sequences is over those of all ranks, also if one rank has none."""
+    batch = random_batch(random.Random(2), 2 if members == 1 else 4, members)
+    start.reset_optimizer(ADAMW)
+    loss = LossConfig(kind="gspo")
+    with make_group(model_dir, 1) as one:
+        for _ in range(2):
+            alone, together = one.rl_step(batch, loss, 2, 0.8), start.rl_step(batch, loss, 2, 0.8)
+            for name in ("loss", "grad_norm", "ratio/mean", "mismatch/k3"):
+                assert together[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6)
+
+
+def test_an_own_loss_that_fails_leaves_the_group_usable(start: LearnerGroup) -> None:
+    batch = random_batch(random.Random(2), 2, 2)
+    with pytest.raises(RecipeError, match="module no_such_module cannot be imported"):
+        start.rl_step(batch, LossConfig(kind="no_such_module:loss"), 1)
+    assert start.sft_loss(ROWS) > 0
 
 
 def test_checkpoint_moves_between_numbers_of_ranks(
