@@ -153,11 +153,20 @@ async def test_code_judge_allows_ten_seconds_or_the_cap(serve: Any) -> None:
             assert [request.limits.cpu_s for request in scripted.asked] == [cpu_s] * 2
 
 
-async def test_the_language_of_a_verl_tool_call_is_python(serve: Any) -> None:
-    """verl's example tool posts {"code": ...} and reads run_result."""
+VERL_REWARD = {
+    "compile_timeout": 10, "run_timeout": 10, "code": "print(9)", "stdin": None,
+    "memory_limit_MB": 1024, "language": "python", "files": {}, "fetch_files": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "request_body", [{"code": "print(9)"}, VERL_REWARD], ids=["tool", "reward"]
+)
+async def test_the_requests_of_verl(serve: Any, request_body: dict[str, Any]) -> None:
+    """Its example tool posts only the code, its sandbox reward every field."""
     async with serve() as server:
         Scripted(server.executor, OK)
-        status, body = await ask(server, "/run_code", {"code": "print(9)"})
+        status, body = await ask(server, "/run_code", request_body)
         assert (status, body["run_result"]["stdout"]) == (200, "9\n")
 
 
@@ -169,6 +178,7 @@ async def test_the_language_of_a_verl_tool_call_is_python(serve: Any) -> None:
         ("/run/batch", {"submissions": [{"type": "python"}]}, "solution"),
         ("/run_code", {"code": "1", "language": "rust"}, "language"),
         ("/run_code", {"code": "1", "language": "python", "files": {"a": "b"}}, "files"),
+        ("/run_code", {"code": "1", "files": {"../a": "YQ=="}}, "files"),
         ("/run_code", {"code": "1", "language": "python", "run_timeout": 1e6}, "wall_s"),
         ("/run_code", {"language": "python"}, "code"),
     ],
@@ -239,6 +249,20 @@ async def test_sandbox_fusion_client_can_carry_the_token_in_its_url(serve: Any) 
         Scripted(server.executor, OK)
         server.url = server.url.replace("http://", "http://token:secret@")
         assert (await fusion(server)).status == "Success"
+
+
+async def test_sandbox_fusion_files_go_in_and_come_back(serve: Any) -> None:
+    async with serve() as server:
+        wrote = dataclasses.replace(OK, files={"out.txt": b"new", "other": b"?"})
+        scripted = Scripted(server.executor, wrote)
+        got = await fusion(
+            server,
+            files={"./data.csv": "YSxi", "empty": None},
+            fetch_files=["./out.txt", "./data.csv", "missing"],
+        )
+        (asked,) = scripted.asked
+        assert (dict(asked.files), asked.collect) == ({"data.csv": b"a,b"}, True)
+        assert got.files == {"./out.txt": "bmV3", "./data.csv": "YSxi"}
 
 
 async def test_memory_limit_is_passed_and_minus_one_means_default(serve: Any) -> None:

@@ -1,8 +1,8 @@
 """The run APIs of code-judge and SandboxFusion, for trainers that were built for them.
 
 Requests are parsed as leniently as the originals parse them (unknown fields are ignored, ids may
-repeat), and responses have their field names. Unsupported requests (another language, files) are
-refused by name instead of being ignored. A refused submission of a batch is answered in its place
+repeat), and responses have their field names. Another language is refused by name
+instead of being ignored. A refused submission of a batch is answered in its place
 with the reason `invalid_input`; the others run. Programs run as scripts: the value of a last
 expression is not shown, and a traceback is part of stderr.
 
@@ -106,7 +106,8 @@ class RunCode(msgspec.Struct, frozen=True):
     compile_timeout: float = 10.0
     memory_limit_MB: int = -1
     stdin: str | None = None
-    files: dict[str, str | None] = {}
+    files: dict[str, bytes | None] = {}
+    """Contents by path below the working directory; base64 in JSON."""
     fetch_files: list[str] = []
 
 
@@ -128,7 +129,7 @@ class RunCodeResponse(msgspec.Struct, frozen=True):
     run_result: CommandRunResult | None = None
     compile_result: None = None
     executor_pod_name: str | None = None
-    files: dict[str, str] = {}
+    files: dict[str, bytes] = {}
 
 
 class Compat:
@@ -237,16 +238,15 @@ class Compat:
     async def _run_code(self, body: bytes) -> RunCodeResponse:
         asked = wire.read(body, RunCode)
         _check_python(asked.language, "language")
-        for field, value in (("files", asked.files), ("fetch_files", asked.fetch_files)):
-            if value:
-                raise Refusal("invalid", f"{field}: files are not supported; leave it out", field)
+        given = {_relative(path): text for path, text in asked.files.items() if text is not None}
         memory_mb = asked.memory_limit_MB if asked.memory_limit_MB > 0 else None
         limits = dataclasses.replace(
             self._time_limits(asked.run_timeout), wall_s=asked.run_timeout, memory_mb=memory_mb
         )
         result = await self._run(
-            asked.code, asked.stdin or "", limits, asked.run_timeout + RUN_CODE_QUEUE_S
-        )
+            asked.code, asked.stdin or "", limits, asked.run_timeout + RUN_CODE_QUEUE_S,
+            given, collect=bool(asked.fetch_files),
+        )  # fmt: skip
         if result.outcome is Outcome.INFRASTRUCTURE:
             return RunCodeResponse("SandboxError", result.message, executor_pod_name=result.server)
         timed_out = result.outcome is Outcome.TIMEOUT
@@ -259,7 +259,11 @@ class Compat:
             stderr=_stderr(result),
         )
         status: Literal["Success", "Failed"] = "Failed" if timed_out or code else "Success"
-        return RunCodeResponse(status, "", ended, executor_pod_name=result.server)
+        kept = {**given, **result.files}
+        fetched = {
+            path: kept[_relative(path)] for path in asked.fetch_files if _relative(path) in kept
+        }
+        return RunCodeResponse(status, "", ended, executor_pod_name=result.server, files=fetched)
 
     # ----------------------------------------------------------------- both
 
@@ -270,13 +274,22 @@ class Compat:
             wall_s=min(wall_s, cap.wall_s or wall_s), cpu_s=min(wall_s, cap.cpu_s or wall_s)
         )
 
-    async def _run(self, code: str, stdin: str, limits: Limits, deadline_s: float) -> ToolResult:
+    async def _run(
+        self,
+        code: str,
+        stdin: str,
+        limits: Limits,
+        deadline_s: float,
+        files: dict[str, bytes] | None = None,
+        *,
+        collect: bool = False,
+    ) -> ToolResult:
         """Run under a new id, with the largest output that the server allows."""
         cap = self.table.config.cap
         limits = dataclasses.replace(limits, output_chars=cap.output_chars)
         call = wire.RunIn(
             f"compat-{uuid.uuid4().hex}", code, stdin,
-            wire.LimitsIn(**dataclasses.asdict(limits)), None, deadline_s,
+            wire.LimitsIn(**dataclasses.asdict(limits)), None, deadline_s, files or {}, collect,
         )  # fmt: skip
         return await self.table.call(wire.to_run(call, cap))
 
@@ -284,6 +297,10 @@ class Compat:
 def _check_python(language: str, field: str) -> None:
     if language != "python":
         raise Refusal("invalid", f"{field}: {language!r} is not supported; only 'python' is", field)
+
+
+def _relative(path: str) -> str:
+    return path.removeprefix("./")
 
 
 def _refused(raw: msgspec.Raw, refusal: Refusal) -> SubmissionResult:
