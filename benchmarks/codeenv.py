@@ -187,7 +187,10 @@ def floor_rate(case: str) -> float:
 def warm_up_is_blind() -> bool:
     """True if no program measured here is part of the server's warm-up."""
     seen = {
-        line for group in warmup._PROGRAMS.values() for text in group for line in text.split("\n")
+        line
+        for flavour in warmup.FLAVOURS
+        for text in warmup.programs(flavour)
+        for line in text.split("\n")
     }
     ours = {line for text in PROGRAMS.values() for line in text.split("\n")}
     return not {line for line in ours & seen if not line.startswith("import ")}

@@ -83,6 +83,24 @@ async def run(executor: WorkerExecutor, code: str, stdin: str = "") -> ToolResul
 
 @slow
 @in_module_loop
+async def test_every_program_of_the_warm_up_succeeds(executor: WorkerExecutor) -> None:
+    for flavour, link in executor.workers.zygotes.items():
+        assert (flavour, link.ready["missing"], link.ready["failed"]) == (flavour, {}, [])
+
+
+@slow
+@in_module_loop
+async def test_warm_up_leaves_global_settings_alone(executor: WorkerExecutor) -> None:
+    code = (
+        "import decimal, sys, mpmath, numpy, sympy\n"
+        "print(decimal.getcontext().prec, mpmath.mp.dps, numpy.get_printoptions()['precision'])\n"
+        "print(sympy.symbols('x')**2 / 2, sys.displayhook is sys.__displayhook__)"
+    )
+    assert (await run(executor, code)).stdout == "28 15 8\nx**2/2 True\n"
+
+
+@slow
+@in_module_loop
 @pytest.mark.parametrize(
     "hidden",
     [
@@ -176,10 +194,10 @@ async def test_flavour_that_cannot_start_is_tried_again(monkeypatch: pytest.Monk
     monkeypatch.setattr(zygote, "command", failing_twice)
     pool = ZygotePool({})
     try:
-        for _ in range(2):
-            with pytest.raises(CodeEnvError, match="plain zygote ended during its warm-up"):
-                await pool.get("plain")
-        assert (await pool.get("plain")).alive
+        with pytest.raises(CodeEnvError, match="plain zygote ended during its warm-up"):
+            await pool.get("plain")
+        while not pool.warm("plain"):
+            await asyncio.gather(pool.get("plain"), return_exceptions=True)
         assert pool.restarts == 2
     finally:
         await pool.close()

@@ -1,24 +1,35 @@
-"""Huge pages for the warm heap. The cost of a fork grows with the number of pages.
+"""A warm heap that is cheap to fork: few pages, few mappings.
 
 Before the imports, Python's arenas and malloc are directed into one contiguous heap. After the
-warm-up the kernel is asked to collapse that heap into huge pages (MADV_COLLAPSE). All of this is
-optional: where libc or the kernel lacks a part, calls are slower and nothing else changes.
+warm-up the kernel is asked to collapse that heap into huge pages (MADV_COLLAPSE), and the parts of
+each library are merged into two mappings. All of this is optional: where libc or the kernel lacks a
+part, calls are slower and nothing else changes.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import re
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 _HUGE = 2 << 20
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
 
+_DOMAIN_RAW = 0
+_READ_WRITE, _READ_EXECUTE = mmap.PROT_READ | mmap.PROT_WRITE, mmap.PROT_READ | mmap.PROT_EXEC
+_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_MREMAP_TO = 1 | 2
+"""MREMAP_MAYMOVE and MREMAP_FIXED."""
+_FAILED = ctypes.c_void_p(-1).value
+
 _libc = ctypes.PyDLL(None, use_errno=True)
+_libc.mmap.restype = _libc.mremap.restype = ctypes.c_void_p
 
 
 class _ArenaAllocator(ctypes.Structure):
@@ -27,6 +38,18 @@ class _ArenaAllocator(ctypes.Structure):
     _fields_ = (
         ("ctx", ctypes.c_void_p),
         ("alloc", ctypes.c_void_p),
+        ("free", ctypes.c_void_p),
+    )
+
+
+class _RawAllocator(ctypes.Structure):
+    """PyMemAllocatorEx of CPython's C API."""
+
+    _fields_ = (
+        ("ctx", ctypes.c_void_p),
+        ("malloc", ctypes.c_void_p),
+        ("calloc", ctypes.c_void_p),
+        ("realloc", ctypes.c_void_p),
         ("free", ctypes.c_void_p),
     )
 
@@ -46,15 +69,22 @@ class WarmHeap:
         self._redirect_arenas()
 
     def _redirect_arenas(self) -> None:
-        """Take arenas from aligned_alloc instead of mmap; they are still freed by unmapping."""
+        """Take arenas from aligned_alloc instead of mmap, and give them back by free.
+
+        Python also takes parts of its frame stack from the arena allocator. Unmapped, each of them
+        would leave a hole in the heap whenever a deep recursion ends.
+        """
         api = ctypes.pythonapi
         aligned = ctypes.cast(_libc.aligned_alloc, ctypes.c_void_p).value
         if aligned is None:
             return
         original = _ArenaAllocator()
         api.PyObject_GetArenaAllocator(ctypes.byref(original))
-        # aligned_alloc(alignment, size) fits alloc(ctx, size): ctx is the alignment
-        redirected = _ArenaAllocator(4096, aligned, original.free)
+        raw = _RawAllocator()
+        api.PyMem_GetAllocator(_DOMAIN_RAW, ctypes.byref(raw))
+        # aligned_alloc(alignment, size) fits alloc(ctx, size): ctx is the alignment. The raw
+        # domain's free(ctx, pointer) calls libc's free and ignores the size that follows.
+        redirected = _ArenaAllocator(4096, aligned, raw.free)
         api.PyObject_SetArenaAllocator(ctypes.byref(redirected))
         self._original = original
 
@@ -73,17 +103,15 @@ class WarmHeap:
                 self._fillers.append([object() for _ in range(holes)])
 
     def settle(self) -> None:
-        """Restore the usual allocators for later calls and collapse the heap."""
+        """Restore the usual allocators for later calls, collapse the heap, merge mappings."""
         self.fill_holes()
         self.stop_redirecting()
         collapse()
+        merge_mappings()
+        copy_interpreter()
 
     def stop_redirecting(self) -> None:
-        """Restore the usual allocators.
-
-        No deep recursion may happen before this: Python also takes its frame stack from the arena
-        allocator, and each part that it unmaps leaves a hole in the heap.
-        """
+        """Restore the usual allocators. Arenas of the heap are unmapped if they become free."""
         if self._original is None:
             return
         ctypes.pythonapi.PyObject_SetArenaAllocator(ctypes.byref(self._original))
@@ -123,31 +151,114 @@ def collapse() -> None:
     Each page is requested separately: a single call would stop at the first hole. Calls after the
     first only restore pages that writes have split.
     """
-    candidates = _pages or _candidates()
-    done = [page for page in candidates if _advise(page, _MADV_COLLAPSE)]
     if not _pages:
-        _pages.extend(done)
-        for page in set(candidates) - set(done):
-            _advise(page, _MADV_HUGEPAGE)
+        for start, end in _mappings():
+            # The whole mapping at once: a part with other flags would be a mapping of its own.
+            _advise(start, end - start, _MADV_HUGEPAGE)
+            first = -(-start // _HUGE) * _HUGE
+            _pages.extend(range(first, end // _HUGE * _HUGE, _HUGE))
+    for page in _pages:
+        _advise(page, _HUGE, _MADV_COLLAPSE)
 
 
-def _advise(page: int, advice: int) -> bool:
-    outcome: int = _libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE), advice)
-    return outcome == 0
+def _advise(start: int, size: int, advice: int) -> None:
+    """Ask the kernel; a refusal only leaves small pages in place."""
+    _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice)
 
 
-def _candidates() -> list[int]:
-    """Addresses of huge pages that lie entirely in a writable private anonymous mapping."""
-    pages: list[int] = []
+def merge_mappings() -> None:
+    """Give the parts of each loaded library the same protection, so that the kernel merges them.
+
+    A library is mapped in five parts: headers, code and constants, which become one readable and
+    executable mapping, and two that it writes to, which become one. A fork copies every mapping.
+    """
+    for parts in _libraries():
+        writable = parts[-1:] if parts[-1].protection == "rw-p" else []
+        constant = parts[: len(parts) - len(writable)]
+        if writable and [part.protection for part in constant[-2:]] == ["r--p", "r--p"]:
+            writable.insert(0, constant.pop())  # relocated by the loader, then write-protected
+        if any(part.protection == "r-xp" for part in constant):
+            _protect(constant, _READ_EXECUTE)
+        _protect(writable, _READ_WRITE)
+
+
+def copy_interpreter() -> None:
+    """Replace the mapped code of the interpreter by a copy in huge pages.
+
+    A child shares huge pages from its start. Mapped from the file, the code would cost every child
+    about 50 page faults.
+    """
+    for part in (part for parts in _libraries() for part in parts):
+        name, size = os.path.basename(part.file), part.end - part.start
+        if not name.startswith(("libpython", "python")) or size < 2 * _HUGE:
+            continue
+        if part.protection != "r-xp":
+            continue
+        copy = _libc.mmap(None, ctypes.c_size_t(size), _READ_WRITE, _ANONYMOUS, -1, 0)
+        if copy in (None, _FAILED):
+            continue
+        ctypes.memmove(copy, part.start, size)
+        _libc.mprotect(ctypes.c_void_p(copy), ctypes.c_size_t(size), _READ_EXECUTE)
+        _advise(copy, size, _MADV_HUGEPAGE)
+        # One step for the kernel: the code that makes this call is among the code that moves.
+        _libc.mremap(
+            ctypes.c_void_p(copy), ctypes.c_size_t(size), ctypes.c_size_t(size),
+            _MREMAP_TO, ctypes.c_void_p(part.start),
+        )  # fmt: skip
+        first = -(-part.start // _HUGE) * _HUGE
+        for page in range(first, part.end // _HUGE * _HUGE, _HUGE):
+            _advise(page, _HUGE, _MADV_COLLAPSE)
+
+
+class _Part(NamedTuple):
+    """One mapping of a file."""
+
+    start: int
+    end: int
+    protection: str
+    file: str
+
+
+def _libraries() -> list[list[_Part]]:
+    """The private mappings of files, in groups that lie next to each other."""
+    groups: list[list[_Part]] = []
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
-        return pages
+        return groups
+    for line in lines:
+        fields = line.split(maxsplit=5)
+        if len(fields) < 6 or not fields[5].startswith("/") or not fields[1].endswith("p"):
+            continue
+        start, end = (int(part, 16) for part in fields[0].split("-"))
+        part = _Part(start, end, fields[1], fields[5])
+        if groups and groups[-1][-1].file == part.file and groups[-1][-1].end == start:
+            groups[-1].append(part)
+        else:
+            groups.append([part])
+    return groups
+
+
+def _protect(parts: list[_Part], protection: int) -> None:
+    """Change the protection; a refusal leaves the parts as they are."""
+    if len(parts) > 1:
+        start, size = parts[0].start, parts[-1].end - parts[0].start
+        _libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(size), protection)
+
+
+def _mappings() -> list[tuple[int, int]]:
+    """Writable private anonymous mappings with room for a huge page: their start and end."""
+    mappings: list[tuple[int, int]] = []
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return mappings
     for line in lines:
         fields = line.split(maxsplit=5)
         name = fields[5] if len(fields) > 5 else ""
         if fields[1] != "rw-p" or (name and name != "[heap]"):
             continue
         start, end = (int(part, 16) for part in fields[0].split("-"))
-        pages.extend(range(-(-start // _HUGE) * _HUGE, end // _HUGE * _HUGE, _HUGE))
-    return pages
+        if -(-start // _HUGE) < end // _HUGE:
+            mappings.append((start, end))
+    return mappings

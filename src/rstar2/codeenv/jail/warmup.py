@@ -23,7 +23,7 @@ import importlib
 import io
 import re
 
-from rstar2.codeenv.jail import runner
+from rstar2.codeenv.jail import frames, runner, warm_programs
 from rstar2.codeenv.jail.syscalls import words
 
 FLAVOURS = ("plain", "numpy", "base", "scipy", "verify")
@@ -57,39 +57,11 @@ _ADDS = {
 }
 
 _PROGRAMS = {
-    "plain": (
-        "print('hello', 7 * 6)",
-        "total = 0\nfor i in range(1000):\n    total += i * i % 7\n"
-        "print(f'{total:>8} {total / 3:.4f}')",
-        "import math, itertools, collections, fractions\n"
-        "print(math.comb(10, 4), collections.Counter('abca'), fractions.Fraction(3, 9))\n"
-        "print(sum(1 for p in itertools.permutations(range(5)) if p[0] < p[-1]))",
-        "int('seven')",
-        "[1, 2][5]",
-        "print('unfinished'",
-        "2 ** 100",
-    ),
-    "numpy": (
-        "import numpy as np\na = np.arange(16.0).reshape(4, 4) + np.eye(4)\n"
-        "print(np.linalg.det(a), np.linalg.solve(a, np.ones(4)), np.linalg.eigvals(a))\n"
-        "print((a @ a).sum(axis=0), a.mean(), np.sort(a.ravel())[:3])",
-    ),
-    "base": (
-        "from sympy import symbols, solve, simplify, expand, factor, Rational\n"
-        "x = symbols('x')\nprint(solve(2*x**2 + x - 15, x), solve([x + 3], [x]))\n"
-        "print(expand((x + 1)**3), factor(x**2 - 1), simplify((x**2 - 1)/(x - 1)))\n"
-        "print(Rational(3, 7) + Rational(1, 2))",
-        "import sympy as sp\nn, k = sp.symbols('n k', integer=True, positive=True)\n"
-        "print(sp.factorint(360), sp.isprime(97), sp.gcd(12, 18), sp.binomial(10, 3))\n"
-        "print(sp.summation(k, (k, 1, n)), sp.sqrt(8), sp.N(sp.pi, 20))\n"
-        "print(sp.diff(sp.sin(n)**2, n), sp.integrate(n**2, n), sp.Matrix([[1, 2], [3, 4]]).det())",
-    ),
-    "scipy": (
-        "import numpy as np\nfrom scipy import optimize, integrate, linalg, stats, special\n"
-        "print(optimize.brentq(lambda t: t * t - 2, 0, 2), integrate.quad(np.sin, 0, 1)[0])\n"
-        "print(linalg.det(np.eye(3)), stats.norm.cdf(0.5), special.gamma(4.5))",
-    ),
-    "verify": (),
+    "plain": warm_programs.PLAIN,
+    "numpy": warm_programs.NUMPY,
+    "base": warm_programs.SYMPY,
+    "scipy": warm_programs.SCIPY,
+    "verify": "",
 }
 
 
@@ -139,11 +111,30 @@ def import_modules(flavour: str) -> list[str]:
     return missing
 
 
-def run_programs(flavour: str, rounds: int = 2) -> None:
-    """Run the representative programs in this process and discard their output."""
-    programs = [program for layer in _layers(flavour) for program in _PROGRAMS[layer]]
-    for _ in range(rounds):
-        for program in programs:
-            with contextlib.redirect_stdout(io.StringIO()):
-                runner.execute(program, runner.fresh_main(), 10_000)
-        runner.reseed()
+def programs(flavour: str) -> list[str]:
+    """The flavour's representative programs, which succeed."""
+    texts = [_PROGRAMS[layer] for layer in _layers(flavour)]
+    if flavour == "base":  # two seconds: too long for flavours that few programs with SymPy use
+        texts.append(warm_programs.MORE_SYMPY)
+    return [program for text in texts for program in split(text)]
+
+
+def split(text: str) -> list[str]:
+    """The programs of a text in which empty lines separate them."""
+    return [program.strip("\n") for program in text.split("\n\n") if program.strip("\n")]
+
+
+def run_programs(flavour: str) -> list[str]:
+    """Run the representative programs in this process; returns the errors of those that failed."""
+    failed = [error for program in programs(flavour) if (error := _run(program))]
+    for program in split(warm_programs.FAILING):
+        _run(program)
+    runner.reseed()
+    return failed
+
+
+def _run(program: str) -> str | None:
+    """Run one program and discard its output; returns its traceback if it failed."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        record = runner.execute(program, runner.fresh_main(), 10_000)
+    return None if record.kind in (frames.NOTHING, frames.VALUE) else record.text

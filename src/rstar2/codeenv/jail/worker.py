@@ -104,6 +104,8 @@ class JailWorker:
         self.namespace = runner.fresh_main()
         self.poller = select.poll()
         self.poller.register(control, 0)
+        self.end_fd = -1
+        """The descriptor in the poller that tells the end of a call."""
         self.served = 0
         self.base_as = 0
         self.base_rss_kb = 0
@@ -140,7 +142,7 @@ class JailWorker:
             self.send(WorkerReply(request.seq, 0, frames.FILES, not clean, 0, 0, 0, 0.0, 0.0, 0.0))
             return
         call = self._start(request)
-        self.watch(call, call.pidfd)
+        self.watch(call)
         status, cpu_s, peak_kb, ended = self._end(call)
         self._drain(call)
         call.close()
@@ -201,7 +203,6 @@ class JailWorker:
         if pid == 0:
             self._child(call)
         call.adopt(pid)
-        call.parent_side()
         return call
 
     def _end(self, call: RunningCall) -> tuple[int, float, int, bool]:
@@ -273,19 +274,24 @@ class JailWorker:
                 confine.die_with_parent()
             self.filter.install(os.getpid())
 
-    def watch(self, call: RunningCall, end: int) -> bool:
-        """Wait until `end` is readable (True) or a limit is exceeded (False)."""
-        poller = self.poller
-        poller.register(end, select.POLLIN)
-        try:
-            events = poller.poll(min(_EAGER_MS, call.request.wall_s * 1000))
-            if not events:
-                return self._watch_streams(call, end)
-            if events[0][0] != end:
-                os._exit(0)  # the server has closed the socket
-            return True
-        finally:
-            poller.unregister(end)
+    def watch(self, call: RunningCall) -> None:
+        """Wait until the call ends, or exceeds a limit and is killed.
+
+        Nothing else comes before the first wait: while the child runs, the kernel copies every
+        page that the worker writes to. So the poller keeps the number that the child's handle
+        usually has.
+        """
+        if call.pidfd != self.end_fd:
+            if self.end_fd >= 0:
+                self.poller.unregister(self.end_fd)
+            self.poller.register(call.pidfd, select.POLLIN)
+            self.end_fd = call.pidfd
+        events = self.poller.poll(min(_EAGER_MS, call.request.wall_s * 1000))
+        call.parent_side()
+        if not events:
+            self._watch_streams(call, call.pidfd)
+        elif events[0][0] != call.pidfd:
+            os._exit(0)  # the server has closed the socket
 
     def _watch_streams(self, call: RunningCall, end: int) -> bool:
         """Watch a longer call: read its output and check its limits."""

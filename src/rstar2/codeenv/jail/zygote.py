@@ -91,9 +91,8 @@ class Zygote:
         """Import, run representative programs, collapse and freeze the heap, then report."""
         warm = heap.WarmHeap()
         missing = dict.fromkeys(warmup.import_modules(self.flavour), "not installed")
-        warmup.run_programs(self.flavour)
+        failed = warmup.run_programs(self.flavour)
         if self.flavour == "verify":
-            warm.stop_redirecting()  # importing a grammar recurses deeply
             missing |= verify.preload(self.functions)
         if self.flavour != "verify":
             handover.install(warmup.warm_elsewhere(self.flavour))
@@ -104,7 +103,7 @@ class Zygote:
         gc.freeze()
         gc.disable()
         confine.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        self.say(ready=True, flavour=self.flavour, missing=missing)
+        self.say(ready=True, flavour=self.flavour, missing=missing, failed=failed)
 
     def say(self, **message: Any) -> None:
         """Send a message to the server."""
