@@ -131,9 +131,9 @@ async def test_killed_zygote_is_replaced_and_its_calls_answered(
     call = asyncio.create_task(
         table.call(RunRequest("z", "import time; time.sleep(1); print('ok')"))
     )
-    await running(executor)
-    workers = [link.pid for link in executor.workers.links]
-    os.kill(executor.workers.zygotes["base"].pid, signal.SIGKILL)
+    link = await running(executor)
+    workers = [other.pid for other in executor.workers.links if other.flavour == link.flavour]
+    os.kill(executor.workers.zygotes[link.flavour].pid, signal.SIGKILL)
     result = await call
     assert (result.outcome, result.stdout, result.attempts) == (Outcome.OK, "ok\n", 2)
     assert await all_ended(workers)
