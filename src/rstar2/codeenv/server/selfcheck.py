@@ -33,7 +33,7 @@ SMALL = Limits(
     output_chars=4000,
 )
 QUICK = replace(SMALL, wall_s=0.3)
-LITTLE_CPU = replace(SMALL, cpu_s=0.2)
+LITTLE_CPU = replace(SMALL, cpu_s=0.05)
 INCONCLUSIVE = (Outcome.TIMEOUT, Outcome.INFRASTRUCTURE)
 """Outcomes that a slow machine can cause in an intact jail."""
 
