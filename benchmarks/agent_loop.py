@@ -21,21 +21,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common import Row, arguments, finish, say
-from rstar2.agent.loop import RolloutSpec, ToolRunner, run_trajectory
-from rstar2.agent.parser import TOOL_NAME, parse_turn
+from instant import InstantSandbox
+from rstar2.agent.loop import AgentLoop, RolloutSpec
+from rstar2.agent.parser import CallParser
 from rstar2.agent.template import Template
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.config import AgentConfig, CodeEnvConfig, SamplingConfig, TemplateConfig
+from rstar2.environments.base import SandboxClient
+from rstar2.environments.python_math import PythonMath, PythonMathEpisode
 from rstar2.learner.tiny import make_tokenizer
+from rstar2.paper_format import REASON_OPEN, TOOL_NAME
 from rstar2.types import (
     Finish,
     Generation,
-    Outcome,
     Problem,
     Sampling,
     StopReason,
-    ToolResult,
     Trajectory,
 )
 
@@ -44,13 +46,6 @@ TURNS = CALLS + 1
 ENGINE_SEQUENCES = 64
 WORDS = "Let me compute this step by step and check the result with Python. " * 4
 AGENT = AgentConfig(tool_deadline_s=300.0)
-
-
-class InstantTools:
-    """Tools that answer immediately, to measure the loop's own work."""
-
-    async def run(self, request: RunRequest) -> ToolResult:
-        return ToolResult(request.id, Outcome.OK, stdout="42\n")
 
 
 class ScriptedEngine:
@@ -94,23 +89,21 @@ class Measured:
 
 
 async def rollouts(
-    count: int, run: str, engine: ScriptedEngine, tools: ToolRunner, template: Template
+    count: int, run: str, engine: ScriptedEngine, tools: SandboxClient, template: Template
 ) -> Measured:
     """Run all rollouts concurrently; stops the benchmark if one does not end with an answer."""
     problem = Problem("p", "What is 6 times 7?", "42")
+    loop = AgentLoop(PythonMath(template.config), engine, tools, template, AGENT)
     wall, cpu = time.perf_counter(), time.process_time()
     trajectories = await asyncio.gather(
         *(
-            run_trajectory(
+            loop.run(
                 problem,
                 id=f"{run}/{index}",
                 group_id=run,
                 seed=index,
-                generator=engine,
-                tools=tools,
-                template=template,
-                agent=AGENT,
                 spec=RolloutSpec(SamplingConfig(), 4096, TURNS),
+                graded=False,
             )
             for index in range(count)
         )
@@ -123,16 +116,18 @@ async def rollouts(
 
 
 async def lockstep(
-    count: int, run: str, engine: ScriptedEngine, tools: ToolRunner, template: Template
+    count: int, run: str, engine: ScriptedEngine, tools: SandboxClient, template: Template
 ) -> float:
     """The peer: per turn all generations, then all tool calls; returns seconds."""
     start = time.perf_counter()
     sampling = Sampling(max_new_tokens=4096, stop_ids=template.stop_ids)
+    parser = CallParser(PythonMathEpisode.tools, max_calls=4)
 
-    async def call(index: int, ids: Sequence[int], turn: int) -> None:
+    async def execute(index: int, ids: Sequence[int], turn: int) -> None:
         text = template.turn_text(ids)
-        for tool in parse_turn(text, turn_id=f"{run}/{index}/{turn}", max_calls=4).calls:
-            result = await tools.run(RunRequest(tool.id, tool.code, deadline_s=300.0))
+        for call in parser.parse(text, f"{run}/{index}/{turn}"):
+            code = call.arguments["code"]
+            result = await tools.run(RunRequest(call.id, code, deadline_s=300.0))
             if not result.outcome.succeeded:
                 raise SystemExit(f"a call failed: {result.outcome} {result.message}")
 
@@ -143,17 +138,19 @@ async def lockstep(
                 for index in range(count)
             )
         )
-        await asyncio.gather(*(call(i, g.token_ids, turn) for i, g in enumerate(said)))
+        await asyncio.gather(*(execute(i, g.token_ids, turn) for i, g in enumerate(said)))
     return time.perf_counter() - start
 
 
 async def measure(count: int, overlapped: int) -> tuple[list[Row], dict[str, float]]:
-    template = Template(make_tokenizer(), TemplateConfig(system="none", instruction="none"))
+    template = Template(
+        make_tokenizer(), TemplateConfig(system="none", instruction="none"), REASON_OPEN
+    )
     rows: list[Row] = []
     instant = ScriptedEngine(template)
-    await rollouts(50, "warm", instant, InstantTools(), template)
+    await rollouts(50, "warm", instant, InstantSandbox(), template)
     say(f"{count} rollouts, instant engine, instant tools")
-    alone = await rollouts(count, "alone", instant, InstantTools(), template)
+    alone = await rollouts(count, "alone", instant, InstantSandbox(), template)
     turns = count * TURNS
     rows.append(Row("loop alone, CPU per turn", alone.cpu_s / turns * 1e3, target="< 1", unit="ms"))
     async with await CodeEnvClient.start(CodeEnvConfig()) as tools:

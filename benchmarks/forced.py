@@ -18,9 +18,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rstar2.agent.parser import TOOL_NAME
 from rstar2.agent.template import Template
 from rstar2.engine.vllm import VllmEngine
+from rstar2.paper_format import TOOL_NAME
 from rstar2.types import Finish, Generation, Problem, Sampling
 
 MEAN_CALLS, MAX_CALLS = 2.7, 9

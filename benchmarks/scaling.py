@@ -21,27 +21,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import Row, arguments, finish, say, write_chart
-from rstar2.agent.loop import RolloutSpec
-from rstar2.agent.parser import TOOL_NAME
+from instant import InstantSandbox
+from rstar2.agent.loop import AgentLoop, RolloutSpec
 from rstar2.agent.template import Template
-from rstar2.codeenv.protocol import RunRequest, VerifyRequest, VerifyResult
 from rstar2.config import AgentConfig, SamplingConfig, SchedulerConfig, TemplateConfig
 from rstar2.engine.base import Engine, WeightTransfer, WeightUpdate
+from rstar2.environments.python_math import PythonMath
 from rstar2.learner.tiny import make_tokenizer
+from rstar2.paper_format import REASON_OPEN, TOOL_NAME
 from rstar2.report.svg import Series, line_chart
 from rstar2.rollout.fleet import Fleet
-from rstar2.rollout.groups import GroupRunner, together
+from rstar2.rollout.groups import GroupRunner
 from rstar2.rollout.scheduler import Scheduler
+from rstar2.tasks import together
 from rstar2.types import (
     EngineCapacity,
     EngineLoad,
     Finish,
     Generation,
     Group,
-    Outcome,
     Problem,
     Sampling,
-    ToolResult,
 )
 
 ENGINES = (1, 4, 16, 64, 256)
@@ -99,16 +99,6 @@ class ScriptedEngine:
     async def abort(self) -> None: ...
 
 
-class InstantTools:
-    """Tools and a verifier that answer at once."""
-
-    async def run(self, request: RunRequest) -> ToolResult:
-        return ToolResult(request.id, Outcome.OK, stdout="42\n")
-
-    async def verify(self, request: VerifyRequest) -> VerifyResult:
-        raise AssertionError("integer answers are graded in place")
-
-
 @dataclass(frozen=True)
 class Measured:
     """One case: so many rollouts over so many engines."""
@@ -129,7 +119,9 @@ class Measured:
 
 def script() -> tuple[Template, list[tuple[int, ...]]]:
     """The template, and what engines say: two calls and an answer."""
-    template = Template(make_tokenizer(), TemplateConfig(system="none", instruction="none"))
+    template = Template(
+        make_tokenizer(), TemplateConfig(system="none", instruction="none"), REASON_OPEN
+    )
     body = json.dumps({"name": TOOL_NAME, "arguments": {"code": "print(6 * 7)", "input": ""}})
     call = f"{SAID}</reason>\n<tool_call>\n{body}\n</tool_call>"
     answer = f"{SAID}\n<answer>\\boxed{{42}}</answer>"
@@ -143,8 +135,8 @@ async def measure(engines: int, rollouts: int) -> Measured:
     fleet = Fleet(made, Scheduler(SchedulerConfig()))
     for engine in made:
         fleet.join(engine.name, 0)
-    tools = InstantTools()
-    runner = GroupRunner(fleet, tools, tools, template, AGENT)
+    loop = AgentLoop(PythonMath(template.config), fleet, InstantSandbox(), template, AGENT)
+    runner = GroupRunner(loop)
     spec = RolloutSpec(SamplingConfig(), LIMIT, TURNS)
 
     async def group(index: int) -> Group:

@@ -38,7 +38,7 @@ from rich.table import Table
 
 from common import Row, arguments, finish, say
 from forced import ForcedEngine, Plan, Script, draw_plans, problems
-from rstar2.agent.loop import RolloutSpec, run_trajectory
+from rstar2.agent.loop import AgentLoop, RolloutSpec
 from rstar2.agent.template import Template
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.config import (
@@ -49,6 +49,7 @@ from rstar2.config import (
     TemplateConfig,
 )
 from rstar2.engine.vllm_server import ServerSettings
+from rstar2.environments.python_math import PythonMath
 from rstar2.errors import EngineError
 from rstar2.rollout.fleet import Fleet
 from rstar2.rollout.forecast import LengthModel
@@ -140,21 +141,19 @@ async def measure(
     fleet.take_usage()
     asked = problems(-(-len(plans) // GROUP))
     started = time.perf_counter()
+    loop = AgentLoop(PythonMath(template.config), fleet, tools, template, AGENT)
     work = []
     for index, plan in enumerate(plans):
         group = f"{run}/{index // GROUP}"
         script.add(f"{group}/{index}", plan)
         work.append(
-            run_trajectory(
+            loop.run(
                 asked[index // GROUP],
                 id=f"{group}/{index}",
                 group_id=group,
                 seed=index,
-                generator=fleet,
-                tools=tools,
-                template=template,
-                agent=AGENT,
                 spec=RolloutSpec(SamplingConfig(), setting.max_length, setting.max_turns),
+                graded=False,
             )
         )
     made = await asyncio.gather(*work)

@@ -117,7 +117,9 @@ def make_rollout(
     for index in range(3):
         ids = tuple(rng.randrange(50_000) for _ in range(tokens // 3))
         logprobs = tuple(-rng.random() for _ in ids)
-        call = ToolCall(f"{group}/{member}/{index}", "python", code=f"print({member} + {index})")
+        call = ToolCall(
+            f"{group}/{member}/{index}", "python", {"code": f"print({member} + {index})"}
+        )
         result = ToolResult(call.id, rng.choice((Outcome.OK, Outcome.EXCEPTION)), stdout="6\n")
         last = index == 2
         turns.append(
@@ -131,7 +133,7 @@ def make_rollout(
     text = NEEDLE if needle else f"I compute it. So it is {member}."
     return Trajectory(
         f"{group}/{member}", group, group, member, tuple(range(40)), tuple(turns),
-        StopReason.ANSWERED, 1, text, "6", Reward(float(rng.random() < 0.5), "6", "math"),
+        StopReason.ANSWERED, 1, 0.0, text, "6", Reward(float(rng.random() < 0.5), "6", "math"),
         started_at=1000.0, wall_s=2.0,
     )  # fmt: skip
 
