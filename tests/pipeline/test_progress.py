@@ -19,10 +19,12 @@ from rstar2.pipeline.progress import (
     ProgressView,
     QuietView,
     StageKind,
+    evaluation_line,
     make_view,
+    percent,
     sparkline,
 )
-from rstar2.report.table import clock
+from rstar2.report.table import accuracy, clock
 from rstar2.types import Estimate, Evaluation
 
 METRICS: Mapping[str, Any] = {
@@ -167,3 +169,11 @@ def test_sparklines_show_the_whole_past() -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (65, "1:05"), (3725, "1:02:05")])
 def test_clock(seconds: float, text: str) -> None:
     assert clock(seconds) == text
+
+
+def test_rewards_that_are_no_shares_are_numbers() -> None:
+    wide = Estimate(2.5, -0.25, 5.0, 20)
+    made = Evaluation("s", 1, "greedy", wide, {}, None, None, 80.0, 2.0, 0.0)
+    assert "s: greedy 2.5 (-0.25 to 5), tool-error rate" in evaluation_line(made)
+    assert (percent(0.5), percent(-1.25), percent(None)) == ("50.0%", "-1.25", "–")
+    assert accuracy(wide).plain == "2.5 -0.25 to 5"

@@ -111,8 +111,10 @@ class QuietView:
 
 
 def percent(value: Any) -> str:
-    """A share as a percentage; a dash if it is not known."""
-    return "–" if value is None else f"{100 * value:.1f}%"
+    """A share as a percentage, another reward as a number; a dash if it is not known."""
+    if value is None:
+        return "–"
+    return f"{100 * value:.1f}%" if 0 <= value <= 1 else f"{value:.3g}"
 
 
 def sparkline(values: Iterable[float], low: float | None = None, high: float | None = None) -> str:
@@ -137,9 +139,11 @@ def sparkline(values: Iterable[float], low: float | None = None, high: float | N
 def evaluation_line(evaluation: Evaluation) -> str:
     """One evaluation in one line."""
     a = evaluation.accuracy
+    shares = a.low >= 0 and a.high <= 1
+    bounds = f"{100 * a.low:.0f}–{100 * a.high:.0f}" if shares else f"{a.low:.3g} to {a.high:.3g}"
     return (
-        f"{evaluation.stage}: {evaluation.mode} {percent(a.mean)} "
-        f"({100 * a.low:.0f}–{100 * a.high:.0f}), tool-error rate in correct rollouts "
+        f"{evaluation.stage}: {evaluation.mode} {percent(a.mean)} ({bounds}), "
+        f"tool-error rate in correct rollouts "
         f"{percent(evaluation.failing_calls_in_correct)}, valid calls "
         f"{percent(evaluation.valid_calls)}, length {evaluation.mean_length:.0f}"
     )

@@ -23,7 +23,9 @@ BASE = "base"
 
 
 def percent(value: float) -> str:
-    """0.956 -> 95.6%"""
+    """0.956 -> 95.6%; what is no share, such as a reward of 2.5, is shown as a number."""
+    if not 0.0 <= value <= 1.0:
+        return f"{value:.3g}"
     text = f"{100 * value:.1f}"
     return f"{text.removesuffix('.0')}%"
 

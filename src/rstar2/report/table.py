@@ -87,9 +87,13 @@ def main_evaluation(by_mode: dict[str, Evaluation | None]) -> Evaluation:
 
 
 def accuracy(estimate: Estimate) -> Text:
-    """95.4% with its interval."""
-    text = Text(f"{100 * estimate.mean:.1f}%", style="bold")
-    return text.append(f" {100 * estimate.low:.0f}–{100 * estimate.high:.0f}", style="dim not bold")
+    """95.4% with its interval; rewards that are no shares as numbers."""
+    if estimate.low >= 0.0 and estimate.high <= 1.0:
+        mean = f"{100 * estimate.mean:.1f}%"
+        bounds = f" {100 * estimate.low:.0f}–{100 * estimate.high:.0f}"
+    else:
+        mean, bounds = f"{estimate.mean:.3g}", f" {estimate.low:.3g} to {estimate.high:.3g}"
+    return Text(mean, style="bold").append(bounds, style="dim not bold")
 
 
 def share(value: float | None) -> str:
