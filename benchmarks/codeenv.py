@@ -1,13 +1,18 @@
 """Calls per second on one pinned core: this server, a process per call, and a bare fork.
 
-    python benchmarks/codeenv.py [--quick] [--json] [--core N]
+    python benchmarks/codeenv.py [--quick] [--json] [--core N] [--as-release]
+        [--code-judge URL] [--sandbox-fusion URL]
 
 Everything runs on the one core: the benchmark, the batching client, the HTTP server, the workers
 and the jailed programs. `subprocess` starts `python -c` per call. The floor is the lowest cost
 of any design on this machine: os.fork of an interpreter with NumPy and SymPy imported, exec of the
 program, _exit, waitpid; no jail, no limits, no HTTP. The server's warm-up has not seen the
-programs measured here (checked below). Rates are those of a busy server: every measurement of
-each variant starts with a few calls that are not timed.
+programs measured here (checked below), and of the functions in "sympy, other" it has called none.
+Rates are those of a busy server: every measurement of each variant starts with a few calls that are
+not timed.
+
+--as-release sends every program, to all variants, as the paper's client does. A peer is a running
+server on the same core; see codeenv_peers.py.
 """
 
 from __future__ import annotations
@@ -25,23 +30,39 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from codeenv_peers import CodeJudge, SandboxFusion, as_release
 from common import Row, arguments, finish, interleave, median, say
-from rstar2.codeenv.client.bench import PROGRAMS, quantile
+from rstar2.codeenv.client.bench import PROGRAMS as BENCH_PROGRAMS
+from rstar2.codeenv.client.bench import quantile
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.codeenv.jail import warmup
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.config import CodeEnvConfig
 from rstar2.types import Limits, Outcome
 
+PROGRAMS = {
+    **BENCH_PROGRAMS,
+    "sympy, other": "import sympy\nx = sympy.symbols('x')\n"
+    "print(sympy.decompose(x**4 + 2*x**2 + 5), sympy.sturm(x**3 - 3*x + 1))\n"
+    "print(sympy.intervals(x**2 - 3), sympy.Poly(x**5 - x - 1).shift(2))",
+}
 ENDLESS = "while True: pass"
 LIMITS = Limits(wall_s=1.0, cpu_s=1.0)
 WARM_S = 120.0
 SLOTS = 2
 """One per core, plus one."""
 TARGETS = {"print": ">= 5", "sympy": ">= 30", "numpy": ">= 20"}
-COUNTS = {"print": 400, "sympy": 80, "numpy": 160, "exception": 300, "5% endless": 120}
-SUBPROCESS_COUNTS = {"print": 24, "sympy": 2, "numpy": 4, "exception": 16, "5% endless": 20}
-FLOOR_COUNTS = {"print": 300, "sympy": 60, "numpy": 120, "exception": 200}
+PEER_TARGETS = {"print": ">= 12", "sympy": ">= 30", "sympy, other": ">= 20", "numpy": ">= 30"}
+"""Times code-judge."""
+COUNTS = {
+    "print": 400, "sympy": 80, "sympy, other": 80, "numpy": 160, "exception": 300,
+    "5% endless": 120,
+}  # fmt: skip
+SUBPROCESS_COUNTS = {
+    "print": 24, "sympy": 2, "sympy, other": 2, "numpy": 4, "exception": 16, "5% endless": 20,
+}  # fmt: skip
+PEER_COUNTS = {"print": 40, "sympy": 4, "sympy, other": 4, "numpy": 10}
+FLOOR_COUNTS = {"print": 300, "sympy": 60, "sympy, other": 60, "numpy": 120, "exception": 200}
 
 
 def programs(case: str, count: int, seed: int) -> list[str]:
@@ -196,13 +217,19 @@ def warm_up_is_blind() -> bool:
     return not {line for line in ours & seen if not line.startswith("import ")}
 
 
-def measure_all(ours: Ours, repetitions: int, seed: int) -> dict[str, list[float]]:
+def measure_all(
+    ours: Ours, peers: list[CodeJudge | SandboxFusion], repetitions: int, seed: int
+) -> dict[str, list[float]]:
     measures: dict[str, Callable[[], float]] = {}
     for case in COUNTS:
         measures[f"ours {case}"] = partial(ours.rate, case, seed)
         measures[f"subprocess {case}"] = partial(subprocess_rate, case, seed)
         if case in FLOOR_COUNTS:
             measures[f"floor {case}"] = partial(floor_rate, case)
+        for peer in peers:
+            if case in PEER_COUNTS:
+                todo = programs(case, PEER_COUNTS[case], seed)
+                measures[f"{peer.name} {case}"] = partial(peer.rate, todo)
     measures["beside"] = ours.beside_endless
     return interleave(measures, repetitions, lambda name: say(f"  {name}"))
 
@@ -213,6 +240,12 @@ def rows_of(values: dict[str, list[float]], ours: Ours) -> list[Row]:
         rate = median(values[f"ours {case}"])
         peer = median(values[f"subprocess {case}"])
         rows.append(Row(case, rate, peer, TARGETS.get(case), "calls/s", "subprocess"))
+    for name in (CodeJudge.name, SandboxFusion.name):
+        for case in PEER_COUNTS:
+            if f"{name} {case}" in values:
+                target = PEER_TARGETS[case] if name == CodeJudge.name else None
+                rate, peer = median(values[f"ours {case}"]), median(values[f"{name} {case}"])
+                rows.append(Row(f"{case}, {name}", rate, peer, target, "calls/s", name))
     for case in FLOOR_COUNTS:
         rate, floor = median(values[f"ours {case}"]), median(values[f"floor {case}"])
         target = ">= 0.333" if case == "print" else None
@@ -233,7 +266,21 @@ def rows_of(values: dict[str, list[float]], ours: Ours) -> list[Row]:
 def main() -> int:
     parser = arguments(__doc__.split("\n")[0])
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)))
+    parser.add_argument(
+        "--as-release", action="store_true", help="Send programs as the paper's client does."
+    )
+    parser.add_argument("--code-judge", metavar="URL", help="Measure this code-judge server too.")
+    parser.add_argument(
+        "--sandbox-fusion", metavar="URL", help="Measure this SandboxFusion server too."
+    )
     args: argparse.Namespace = parser.parse_args()
+    peers: list[CodeJudge | SandboxFusion] = []
+    if args.code_judge:
+        peers.append(CodeJudge(args.code_judge))
+    if args.sandbox_fusion:
+        peers.append(SandboxFusion(args.sandbox_fusion))
+    if args.as_release:
+        PROGRAMS.update({case: as_release(code) for case, code in PROGRAMS.items()})
     os.sched_setaffinity(0, {args.core})
     loop = asyncio.new_event_loop()
     ours = Ours(loop)
@@ -242,12 +289,17 @@ def main() -> int:
         for case in COUNTS:
             ours.rate(case, args.seed)  # workers are made on first use
         ours.latencies.clear()
-        values = measure_all(ours, 1 if args.quick else 5, args.seed)
+        values = measure_all(ours, peers, 1 if args.quick else 5, args.seed)
         rows = rows_of(values, ours)
     finally:
         ours.close()
         loop.close()
-    notes = {"core": args.core, "slots": SLOTS, "isolation": isolation}
+    notes = {
+        "core": args.core,
+        "as_release": args.as_release,
+        "slots": SLOTS,
+        "isolation": isolation,
+    }
     return finish("code environment, one core", rows, args, notes)
 
 
