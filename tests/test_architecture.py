@@ -24,7 +24,7 @@ LAYERS = (
     },
     {"pipeline", "cluster", "plan", "mcp"},
     {"ablation"},
-    {"cli", "__main__"},
+    {"cli", "__main__", "api"},
 )
 """A module may import from its own layer and those above it in this list; stages may import each
 other only without cycles."""

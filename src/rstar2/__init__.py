@@ -11,6 +11,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rstar2.api import Agent as Agent
+    from rstar2.api import RolloutFailure as RolloutFailure
+    from rstar2.api import evaluate_model as evaluate_model
+    from rstar2.api import train as train
+    from rstar2.config.schema import Recipe as Recipe
     from rstar2.environments.environment import Environment as Environment
     from rstar2.environments.environment import EpisodeView as EpisodeView
     from rstar2.environments.python_tool import python as python
@@ -26,10 +31,12 @@ if TYPE_CHECKING:
     from rstar2.types import Problem as Problem
     from rstar2.types import Reward as Reward
     from rstar2.types import ToolResult as ToolResult
+    from rstar2.types import Trajectory as Trajectory
 
 __version__ = "0.2.0"
 
 _PUBLIC = {
+    "Agent": "rstar2.api",
     "AsyncSandbox": "rstar2.sandbox",
     "CodeEnvError": "rstar2.errors",
     "Environment": "rstar2.environments.environment",
@@ -37,14 +44,19 @@ _PUBLIC = {
     "InfrastructureError": "rstar2.errors",
     "Outcome": "rstar2.types",
     "Problem": "rstar2.types",
+    "Recipe": "rstar2.config.schema",
     "Reward": "rstar2.types",
+    "RolloutFailure": "rstar2.api",
     "RstarError": "rstar2.errors",
     "Sandbox": "rstar2.sandbox",
     "ToolResult": "rstar2.types",
+    "Trajectory": "rstar2.types",
     "UserError": "rstar2.errors",
+    "evaluate_model": "rstar2.api",
     "python": "rstar2.environments.python_tool",
     "resample_on_correct": "rstar2.grpo.roc",
     "tool": "rstar2.environments.tools",
+    "train": "rstar2.api",
 }
 """Public name -> the module that defines it."""
 

@@ -23,9 +23,9 @@ one that belongs to a single module is defined there, and the drawing names that
     │   │   ├── IsolationError                     the requested isolation level is not available
     │   │   ├── SessionLostError                   a session ended; its state is gone
     │   │   ├── WorkerLostError [codeenv.server.zygotes]  a worker exited without a reply
-    │   │   ├── TransportError [codeenv.client.endpoint]  a server could not be reached
-    │   │   └── SessionLostError [environments.python_tool]  an interpreter session was lost
+    │   │   └── TransportError [codeenv.client.endpoint]  a server could not be reached
     │   ├── WeightUpdateError                      an engine's probe does not match the learner
+    │   ├── RolloutFailure [api]                   a rollout that was lost; `failure` says why
     │   ├── RankError [learner.group]              a learner rank died or failed
     │   ├── ToolServerError [environments.mcp]     an MCP server failed
     │   └── NodeError [cluster.nodes]              a cluster node, or an actor on it, was lost

@@ -12,7 +12,7 @@ from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.codeenv.client.owned import LocalServer
 from rstar2.config import CodeEnvConfig
 from rstar2.environments.base import OpenTool
-from rstar2.environments.python_tool import SessionLostError
+from rstar2.errors import SessionLostError
 from rstar2.types import Outcome, ToolCall, ToolResult
 
 

@@ -143,9 +143,12 @@ def show(loaded: LoadedRecipe, run: Path | None) -> None:
         typer.echo(f"note: this recipe could not start here: {error}", err=True)
 
 
-def check_start(recipe: Recipe, path: Path) -> None:
-    """Raise UserError for what would make the run fail: machine, environment, problems, ..."""
-    from rstar2.environments.load import load_environment, recipe_problems
+def check_start(recipe: Recipe, path: Path) -> dict[str, Any]:
+    """Raise UserError for what would make the run fail: machine, environment, problems, ...
+
+    Returns what the run records about its environment.
+    """
+    from rstar2.environments.load import identify, load_environment, recipe_problems
 
     preflight(recipe, path)
     environment = load_environment(recipe.environment, recipe.template)
@@ -158,6 +161,7 @@ def check_start(recipe: Recipe, path: Path) -> None:
         if ":" in name:
             load_function(setting, name, {})
     check_trackers(recipe)
+    return identify(recipe.environment, environment)
 
 
 def execute(
@@ -176,8 +180,10 @@ def execute(
         console.print(f"[bold]{path}[/] is already finished; --fresh starts it again")
         conclude(path, json=json)
         return
-    check_start(recipe, path)
-    with RunDirectory.create_or_resume(path, recipe, fresh=fresh) as directory:
+    identity = check_start(recipe, path)
+    with RunDirectory.create_or_resume(
+        path, recipe, fresh=fresh, environment=identity
+    ) as directory:
         if directory.resumed:
             console.print(f"resuming the run in [bold]{path}[/]")
         with log_to(path / "log.txt"):

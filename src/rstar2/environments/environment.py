@@ -73,7 +73,7 @@ class Environment:
     """A task for the agent: problems, tools, replies and a reward.
 
     problems: a JSONL file, a list of problems or dicts (`prompt`, `answer`, ...), or a function
-        of (split, seed) that returns such a list; of a file or list every eighth problem is held
+        of (split, seed) that returns such a list; of a file or list one problem in eight is held
         out for evaluation
     reward: a function of the finished episode; returns a finite number (or a bool)
     tools: tools and functions, or a function of the problem that returns them; none by default

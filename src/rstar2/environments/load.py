@@ -28,6 +28,7 @@ import rstar2
 from rstar2 import extras
 from rstar2.config import EnvironmentConfig, Recipe, TemplateConfig
 from rstar2.environments.base import EnvironmentProtocol
+from rstar2.environments.environment import Environment
 from rstar2.errors import DataError, RecipeError, UserError
 from rstar2.problems.load import load_problems
 from rstar2.types import Problem, Split
@@ -243,6 +244,23 @@ def identify(config: EnvironmentConfig, environment: EnvironmentProtocol) -> dic
         "version": version,
         "args": dict(config.args),
         "source": source,
+    }
+
+
+def identify_object(environment: EnvironmentProtocol) -> dict[str, Any]:
+    """What a run records about an environment that was not loaded by name."""
+    maker: Any = environment.reward if isinstance(environment, Environment) else type(environment)
+    try:
+        file = inspect.getsourcefile(maker)
+    except TypeError:  # a built-in function
+        file = None
+    source = Path(file).read_bytes() if file and Path(file).is_file() else b""
+    return {
+        "name": environment.name,
+        "use": environment.name,
+        "version": "",
+        "args": {},
+        "source": hashlib.sha256(source).hexdigest()[:16] if source else "",
     }
 
 

@@ -1,12 +1,13 @@
 """The problems of an own environment: a JSONL file, a list, or a function of (split, seed).
 
 A problem is a types.Problem or a dict with `prompt`; `answer`, `id` and `kind` are optional, and
-every other key becomes `meta`. Of a file or list every eighth problem is held out for evaluation
-(all of them if there are fewer than eight).
+every other key becomes `meta`. Of a file or list one problem in eight, chosen by a hash of its
+text, is held out for evaluation (with fewer than eight problems, all are used for both).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -47,13 +48,18 @@ class ProblemList:
         elif len(self._all) < HELDOUT_EVERY:
             problems = self._all
         else:
-            wanted = split == "heldout"
-            problems = tuple(
-                problem
-                for index, problem in enumerate(self._all)
-                if (index % HELDOUT_EVERY == HELDOUT_EVERY - 1) == wanted
-            )
+            held = self._held_out()
+            problems = tuple(p for p in self._all if (p.id in held) == (split == "heldout"))
         return problems if count is None else problems[:count]
+
+    def _held_out(self) -> set[str]:
+        """The ids of one problem in eight; they do not depend on the order of the problems."""
+
+        def rank(problem: Problem) -> bytes:
+            return hashlib.sha256(f"{problem.id}\n{problem.prompt}".encode()).digest()
+
+        ranked = sorted(self._all, key=rank)
+        return {problem.id for problem in ranked[: len(ranked) // HELDOUT_EVERY]}
 
 
 def checked(given: Iterable[tuple[str, ProblemLike]], source: str) -> tuple[Problem, ...]:

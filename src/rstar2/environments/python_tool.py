@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.environments.base import OpenTool, SandboxClient, ToolSpec, kind_of, printable
-from rstar2.errors import CodeEnvError, InvariantError
+from rstar2.errors import InvariantError, SessionLostError
 from rstar2.paper_format import TOOL, TOOL_NAME
 from rstar2.types import Outcome, ToolCall, ToolResult
 
@@ -70,10 +70,6 @@ class OpenPython:
 
     async def close(self) -> None:
         """Nothing is held."""
-
-
-class SessionLostError(CodeEnvError):
-    """An interpreter session ended with its worker or server; its state cannot be restored."""
 
 
 class OpenPythonSession:

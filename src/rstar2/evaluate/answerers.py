@@ -196,8 +196,13 @@ def fingerprint(directory: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def load_template(directory: Path, asked: TemplateConfig | None) -> Template:
-    """The template of a checkpoint: as requested, else as trained, else the paper's."""
+def load_template(
+    directory: Path, asked: TemplateConfig | None, prefill: str | None = None
+) -> Template:
+    """The template of a checkpoint: as requested, else as trained, else the paper's.
+
+    `prefill` is that of the environment; by default that of python-math.
+    """
     from transformers import AutoTokenizer  # slow to import: only on use
 
     from rstar2.agent.template import Template, settings_of
@@ -207,14 +212,23 @@ def load_template(directory: Path, asked: TemplateConfig | None) -> Template:
     except (OSError, ValueError) as error:
         raise UserError(f"{directory}: no tokenizer there: {error}") from error
     config = asked or settings_of(tokenizer) or TemplateConfig()
-    return Template(tokenizer, config, REASON_OPEN if config.prefill_reason else "")
+    if prefill is None:
+        prefill = REASON_OPEN if config.prefill_reason else ""
+    return Template(tokenizer, config, prefill)
 
 
 @asynccontextmanager
 async def open_fleet(
-    recipe: Recipe, scheduler: SchedulerConfig, directory: Path, template: Template
-) -> AsyncIterator[Answerer]:
-    """Start engines with the weights of a directory, behind the scheduler."""
+    recipe: Recipe,
+    scheduler: SchedulerConfig,
+    directory: Path,
+    template: Template,
+    environment: EnvironmentProtocol | None = None,
+) -> AsyncIterator[FleetAnswerer]:
+    """Start engines with the weights of a directory, behind the scheduler.
+
+    Without an environment the recipe's own is used.
+    """
     from rstar2.engine.make import make_engines
 
     engines = make_engines(recipe, directory)
@@ -226,15 +240,17 @@ async def open_fleet(
     async with AsyncExitStack() as stack:
         fleet = Fleet(engines, Scheduler(scheduler), recover=recover)
         stack.push_async_callback(fleet.close)
-        tools = await CodeEnvClient.start(recipe.codeenv)
-        stack.push_async_callback(tools.close)
+        environment = environment or load_environment(recipe.environment, template.config)
+        stack.push_async_callback(environment.close)
+        tools: CodeEnvClient | None = None
+        if environment.needs_sandbox:
+            tools = await CodeEnvClient.start(recipe.codeenv)
+            stack.push_async_callback(tools.close)
         await together(engine.start() for engine in engines)
         loads = await together(engine.load() for engine in engines)
         fleet.require(loads[0].version)
         for engine, load in zip(engines, loads, strict=True):
             fleet.join(engine.name, load.version)
-        environment = load_environment(recipe.environment, template.config)
-        stack.push_async_callback(environment.close)
         loop = AgentLoop(environment, fleet, tools, template, recipe.agent)
         yield FleetAnswerer(GroupRunner(loop))
 

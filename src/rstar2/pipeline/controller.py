@@ -39,6 +39,7 @@ from pathlib import Path
 from time import monotonic
 
 from rstar2.config import Recipe, StageConfig
+from rstar2.environments.base import EnvironmentProtocol
 from rstar2.grpo.batch import teaches
 from rstar2.grpo.roc import select
 from rstar2.learner.group import RankError
@@ -80,10 +81,18 @@ class TrainingResult:
     """Why training ended early; empty if it did not."""
 
 
-async def run(recipe: Recipe, run: RunDirectory, view: ProgressView) -> TrainingResult:
-    """Run a recipe in its directory, or resume where an earlier call was stopped."""
+async def run(
+    recipe: Recipe,
+    run: RunDirectory,
+    view: ProgressView,
+    environment: EnvironmentProtocol | None = None,
+) -> TrainingResult:
+    """Run a recipe in its directory, or resume where an earlier call was stopped.
+
+    Without an environment the recipe's own is used.
+    """
     started = monotonic()
-    async with open_runtime(recipe, run.path, run.event) as runtime:
+    async with open_runtime(recipe, run.path, run.event, environment) as runtime:
         state = await train_with_rebuilds(Training(recipe, run, view, runtime))
     return TrainingResult(
         path=run.path,

@@ -85,12 +85,18 @@ class RunDirectory:
 
     @classmethod
     def create_or_resume(
-        cls, path: Path | str, recipe: Recipe, *, fresh: bool = False
+        cls,
+        path: Path | str,
+        recipe: Recipe,
+        *,
+        fresh: bool = False,
+        environment: Mapping[str, Any] | None = None,
     ) -> RunDirectory:
         """Open `path` for a run of `recipe`: a new run, or one that resumes an earlier one.
 
-        `fresh` first removes the files of an earlier run. Raises UserError if the directory is in
-        use, is not a run directory, or belongs to a run of another recipe.
+        `fresh` first removes the files of an earlier run. `environment` identifies the environment
+        of the run. Raises UserError if the directory is in use, is not a run directory, or belongs
+        to a run of another recipe or environment.
         """
         path = Path(path).resolve()
         _refuse_foreign(path)
@@ -105,8 +111,12 @@ class RunDirectory:
             resumed = (path / "recipe.yaml").exists()
             if resumed:
                 _check_same_run(path, recipe)
+                if environment is not None:
+                    _check_same_environment(path, environment)
             else:
                 about = {"schema": SCHEMA, "seed": recipe.seed, **machine.describe()}
+                if environment is not None:
+                    about["environment"] = dict(environment)
                 write_file(path / "environment.json", msgspec.json.format(encode(about)))
             write_file(path / "recipe.yaml", dump_recipe(recipe).encode())
             run = cls(path, recipe, lock, resumed=resumed)
@@ -339,6 +349,25 @@ def _empty(path: Path) -> None:
             shutil.rmtree(child)
         elif child.name != ".lock":
             child.unlink()
+
+
+def _check_same_environment(path: Path, environment: Mapping[str, Any]) -> None:
+    """Refuse to resume a run with another environment, or with one whose source has changed."""
+    recorded = read_environment(path).get("environment")
+    if recorded is None:  # version 0.2 had one environment
+        return
+    for key in ("name", "args", "source"):
+        old, new = recorded.get(key), environment[key]
+        if old != new:
+            what = {
+                "name": f"used the environment {old!r}, now it is {new!r}",
+                "args": f"used the environment {recorded['name']!r} with {old}, now with {new}",
+                "source": f"used another version of the source of environment {recorded['name']!r}",
+            }[key]
+            raise RecipeError(
+                f"{path} {what}: put the old one back to resume it, start again with --fresh "
+                "(removes this run), or choose another directory with --run"
+            )
 
 
 def _check_same_run(path: Path, recipe: Recipe) -> None:
