@@ -157,3 +157,15 @@ def test_device_nodes_cannot_be_made(cell: Cell) -> None:
     cell.gets_nothing(
         "import os, stat\nos.mknod('disk', stat.S_IFBLK | 0o600, os.makedev(8, 0))\nprint('PWNED')"
     )
+
+
+def test_temporary_files_work(cell: Cell) -> None:
+    """The defence leaves programs a place to write to, also without namespaces."""
+    result = cell.run(
+        "import os, pathlib, tempfile\n"
+        "with tempfile.NamedTemporaryFile() as file, tempfile.TemporaryDirectory() as directory:\n"
+        "    file.write(b'x')\n    pathlib.Path(directory, 'y').write_text('y')\n"
+        "pathlib.Path('~/z').expanduser().write_text('z')\n"
+        "print(os.path.samefile(tempfile.gettempdir(), '.'))"
+    )
+    assert result["stdout"] == "True\n", result

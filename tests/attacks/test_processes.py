@@ -49,7 +49,7 @@ def test_thread_bomb_is_contained(cell: Cell) -> None:
     )
     assert result["outcome"] in ("ok", "timeout")
     if result["stdout"]:
-        assert int(result["stdout"]) <= (16 if cell.variant != "portable" else 1100)
+        assert int(result["stdout"]) <= (16 if cell.level == "strict" else 1100)
 
 
 def test_kill_minus_one_harms_nobody(cell: Cell) -> None:

@@ -19,6 +19,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -226,6 +227,7 @@ class Zygote:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             server.base_as = pages * os.sysconf("SC_PAGE_SIZE")
             confine.enter(spec)
+            os.environ["HOME"] = os.environ["TMPDIR"] = tempfile.tempdir = spec.scratch
             if not spec.session:  # a session shares the zygote's pages until it writes to them
                 heap.collapse()
             server.serve()
