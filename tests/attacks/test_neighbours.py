@@ -66,9 +66,9 @@ def beside(cell: Cell, hog: str, orders: list[dict[str, object]]) -> list[Result
 
 @pytest.mark.parametrize("name", HOGS)
 def test_neighbours_of_a_hog_go_on(cell: Cell, name: str) -> None:
-    delayed = "import time; time.sleep(0.3)\n" + NEIGHBOUR  # the hog needs a moment
-    order = {"code": delayed, "stdin": "y" * 60_000, "limits": LONG}
-    for result in beside(cell, HOGS[name], [order] * 3):
+    delayed = "import time; time.sleep(0.2)\n" + NEIGHBOUR  # the hog needs a moment
+    order: dict[str, object] = {"code": delayed, "stdin": "y" * 60_000, "limits": LONG}
+    for result in beside(cell, HOGS[name], [order] * 2):
         assert (result["outcome"], result["stdout"]) == ("ok", "60000 4096\n"), result
         assert result["attempts"] == 1
 
