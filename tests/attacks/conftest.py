@@ -6,7 +6,7 @@ With pytest-xdist, all attacks of a variant run in the same process (see tests/c
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -21,13 +21,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("shared_cell", parameters, indirect=True, scope="session")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, object]:
+    """With RSTAR2_REQUIRE_ATTACKS, an attack that was skipped has failed."""
+    report = yield
+    if report.skipped and os.environ.get("RSTAR2_REQUIRE_ATTACKS"):
+        report.outcome = "failed"
+        report.longrepr = f"RSTAR2_REQUIRE_ATTACKS is set, but it was skipped: {report.longrepr}"
+    return report
+
+
 @pytest.fixture(scope="session")
 def shared_cell(request: pytest.FixtureRequest) -> Iterator[Cell]:
     try:
         cell = Cell(request.param)
     except (ConnectionError, OSError) as error:
         text = f"attacks need a disposable cell ({request.param}): {error}"
-        if os.environ.get("RSTAR2_REQUIRE_ATTACKS") or isinstance(error, TimeoutError):
+        if isinstance(error, TimeoutError):
             pytest.fail(text)
         pytest.skip(text)
     yield cell

@@ -83,7 +83,6 @@ CALLS = {
     "sched_setaffinity": (203, 122, "0, 8, ctypes.create_string_buffer(b'\\x01' + bytes(7), 8)"),
     "sched_setattr": (314, 274, "0, ctypes.create_string_buffer(48), 0"),
     "sched_setparam": (142, 118, "0, ctypes.create_string_buffer(4)"),
-    "landlock_create_ruleset": (444, 444, "None, 0, 1"),
     "setxattr": (188, 5, "b'.', b'user.x', b'y', 1, 0"),
     "removexattr": (197, 14, "b'.', b'user.x'"),
     "fchown": (93, 55, "1, 0, 0"),
