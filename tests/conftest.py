@@ -16,7 +16,10 @@ from tests.attacks.attacker import VARIANTS
 
 ROOT = Path(__file__).resolve().parents[1]
 
-LONGEST_FIRST = ("e2e", "evaluate", "attacks", "learner", "viewer", "faults", "engine", "codeenv")
+LONGEST_FIRST = (
+    *("e2e", "evaluate", "attacks", "learner", "viewer", "faults", "trainers", "engine"),
+    "codeenv",
+)
 """Folders whose tests start first, so that no worker begins a long one when the others finish."""
 
 SPREAD = ("e2e",)
