@@ -13,8 +13,7 @@ server starts with the first one and ends with the environment.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 
 from rstar2.agent.loop import RolloutSpec
 from rstar2.agent.template import Template
@@ -23,11 +22,10 @@ from rstar2.endpoint.program import Program, ProgramReward, check_program, run_p
 from rstar2.endpoint.server import EndpointServer, new_secret
 from rstar2.engine.base import Generator
 from rstar2.environments.base import EpisodeProtocol, SandboxClient
+from rstar2.environments.problems import ProblemList, ProblemSource
 from rstar2.errors import UserError
-from rstar2.problems.load import load_problems
 from rstar2.types import Conversation, Problem, Split, Trajectory
 
-MakeProblems = Callable[[Split, int], Iterable[Problem]]
 Demonstrate = Callable[[int, int], Iterator[Conversation]]
 """(count, seed) -> conversations for SFT, rendered as the program's requests are."""
 
@@ -50,7 +48,7 @@ class ProgramEnvironment:
     def __init__(
         self,
         program: Program | Sequence[str],
-        problems: str | Path | Sequence[Problem] | MakeProblems,
+        problems: ProblemSource,
         *,
         reward: ProgramReward | None = None,
         demonstrations: Demonstrate | None = None,
@@ -61,19 +59,15 @@ class ProgramEnvironment:
         self.program: Program = check_program(program)
         self.reward = reward
         self.deadline_s = deadline_s
-        self._problems = problems
+        self._problems = ProblemList(problems, name)
         self._demonstrations = demonstrations
         self._free_secrets: list[str] = []
         self._server: EndpointServer | None = None
         self._starting = asyncio.Lock()
 
     def problems(self, split: Split, count: int | None, seed: int) -> Sequence[Problem]:
-        """At most `count` problems; a list or a file has no splits."""
-        source = self._problems
-        if isinstance(source, str | Path):
-            return load_problems(str(source), split, count=count, seed=seed)
-        problems = tuple(source(split, seed) if callable(source) else source)
-        return problems if count is None else problems[:count]
+        """At most `count` problems of a split."""
+        return self._problems.take(split, count, seed)
 
     def demonstrations(self, count: int, seed: int) -> Iterator[Conversation]:
         """Conversations for SFT, if there are any."""

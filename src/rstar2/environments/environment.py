@@ -23,7 +23,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rstar2.environments.base import Answer, OpenTool, SandboxClient, Tool, ToolSpec
+from rstar2.environments.mcp import McpTool, mcp_tools
 from rstar2.environments.problems import ProblemList, ProblemSource
+from rstar2.environments.python_tool import python
 from rstar2.environments.threads import call_function
 from rstar2.environments.tools import FunctionTool
 from rstar2.errors import UserError
@@ -42,8 +44,9 @@ from rstar2.types import (
     Turn,
 )
 
-AnyTool = Tool | Callable[..., Any]
-"""A tool, or a function that becomes one."""
+AnyTool = Tool | Callable[..., Any] | str
+"""A tool, a function that becomes one, or a name: `python`, `python-session`, or `mcp:...` for
+the tools of an MCP server."""
 Tools = Sequence[AnyTool] | Callable[[Problem], Sequence[AnyTool]]
 MakeDemonstration = Callable[[Problem, random.Random], Sequence[str]]
 
@@ -187,7 +190,10 @@ class Environment:
         return [Message("user", said)] if isinstance(said, str) else list(said)
 
     async def close(self) -> None:
-        """Nothing is shared by episodes."""
+        """End the MCP servers that the episodes share."""
+        if not callable(self._tools):
+            shared = {tool.connection: tool for tool in self._tools if isinstance(tool, McpTool)}
+            await together(tool.shutdown() for tool in shared.values())
 
 
 class Episode:
@@ -261,9 +267,11 @@ def make_tools(given: Iterable[AnyTool]) -> tuple[Tool, ...]:
     """Tools of an environment: functions become tools, and names must differ."""
     if isinstance(given, str | Mapping):
         raise UserError(f"tools must be a list of tools and functions, got {given!r}")
-    tools = []
+    tools: list[Tool] = []
     for one in given:
-        if isinstance(one, Tool):
+        if isinstance(one, str):
+            tools += _named_tools(one)
+        elif isinstance(one, Tool):
             tools.append(one)
         elif inspect.isfunction(one):
             tools.append(FunctionTool(one))
@@ -278,3 +286,11 @@ def make_tools(given: Iterable[AnyTool]) -> tuple[Tool, ...]:
                 "@rstar2.tool(name=...)"
             )
     return tuple(tools)
+
+
+def _named_tools(name: str) -> Sequence[Tool]:
+    if name.startswith("mcp:"):
+        return mcp_tools(name)
+    if name in ("python", "python-session"):
+        return (python(session=name != "python"),)
+    raise UserError(f"tools: {name!r} is none of python, python-session, mcp:COMMAND and mcp:URL")

@@ -39,6 +39,8 @@ GROUP = "rstar2.environments"
 PYTHON_MATH = "python-math"
 BUILT_IN = {
     PYTHON_MATH: "rstar2.environments.python_math:PythonMath",
+    "reasoning-gym": "rstar2.environments.reasoning_gym:ReasoningGym",
+    "verifiers": "rstar2.endpoint.verifiers:VerifiersEnvironment",
 }
 """Name of each environment in this package -> where it is defined."""
 

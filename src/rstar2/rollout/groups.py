@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rstar2.agent.loop import AgentLoop, RolloutSpec
+from rstar2.endpoint.environment import ProgramEnvironment
 from rstar2.errors import InvariantError
 from rstar2.tasks import together
 from rstar2.types import Group, Problem, Trajectory
@@ -44,13 +45,27 @@ class GroupRunner:
         """Run and grade one rollout; retry it after an infrastructure failure."""
         for attempt in range(1, self.loop.config.retries + 2):
             suffix = "" if attempt == 1 else f"~{attempt}"
-            trajectory = await self.loop.run(
-                problem,
-                id=f"{group_id}/{index}{suffix}",
-                group_id=group_id,
-                seed=seed,
-                spec=spec,
+            trajectory = await self._attempt(
+                problem, id=f"{group_id}/{index}{suffix}", group_id=group_id, seed=seed, spec=spec
             )
             if trajectory.failure is None:
                 break
         return replace(trajectory, attempts=attempt)
+
+    async def _attempt(
+        self, problem: Problem, *, id: str, group_id: str, seed: int, spec: RolloutSpec
+    ) -> Trajectory:
+        """One rollout by the agent loop, or by the environment if its agent is a program."""
+        loop = self.loop
+        if not isinstance(loop.environment, ProgramEnvironment):
+            return await loop.run(problem, id=id, group_id=group_id, seed=seed, spec=spec)
+        return await loop.environment.rollout(
+            problem,
+            id=id,
+            group_id=group_id,
+            seed=seed,
+            generator=loop.generator,
+            template=loop.template,
+            agent=loop.config,
+            spec=spec,
+        )
