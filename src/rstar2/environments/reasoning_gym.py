@@ -48,8 +48,9 @@ MAX_REPEATS = 2000
 SIZE = 2**31
 """Nominal size of the generated data sets; nothing is generated in advance."""
 DEFAULT_COUNT = 1024
-IMPORT_LIMITS = Limits(wall_s=120.0, cpu_s=60.0)
+IMPORT_LIMITS = Limits(wall_s=60.0, cpu_s=30.0)
 SCORE_LIMITS = Limits(wall_s=10.0, cpu_s=10.0)
+CALL_DEADLINE_S = 120.0
 ANSWER_CHARS = 10_000
 
 Settings = Mapping[str, Any]
@@ -229,7 +230,12 @@ class Scorer:
         body = json.dumps({**given, **more, "answer": answer[:ANSWER_CHARS]})
         result = await sandbox.run(
             RunRequest(
-                secrets.token_hex(8), SCORE, stdin=body, limits=SCORE_LIMITS, session=self.session
+                secrets.token_hex(8),
+                SCORE,
+                stdin=body,
+                limits=SCORE_LIMITS,
+                session=self.session,
+                deadline_s=CALL_DEADLINE_S,
             )
         )
         if result.outcome is Outcome.INFRASTRUCTURE:
@@ -244,7 +250,14 @@ class Scorer:
 
     async def _run(self, sandbox: SandboxClient, code: str, stdin: str, limits: Limits) -> None:
         result = await sandbox.run(
-            RunRequest(secrets.token_hex(8), code, stdin=stdin, limits=limits, session=self.session)
+            RunRequest(
+                secrets.token_hex(8),
+                code,
+                stdin=stdin,
+                limits=limits,
+                session=self.session,
+                deadline_s=CALL_DEADLINE_S,
+            )
         )
         if not result.outcome.succeeded:
             reason = (result.traceback or result.message or result.outcome.value).strip()
