@@ -303,7 +303,7 @@ def test_two_tools_of_one_name_are_refused() -> None:
     with pytest.raises(UserError, match="two tools are called 'population'"):
         rstar2.Environment(CITIES, right, tools=[population, population])
     with pytest.raises(UserError, match="neither a tool nor a function"):
-        rstar2.Environment(CITIES, right, tools=["population"])  # type: ignore[list-item]
+        rstar2.Environment(CITIES, right, tools=["population"])
 
 
 # --------------------------------------------------------------------------- problems

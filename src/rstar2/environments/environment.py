@@ -293,4 +293,7 @@ def _named_tools(name: str) -> Sequence[Tool]:
         return mcp_tools(name)
     if name in ("python", "python-session"):
         return (python(session=name != "python"),)
-    raise UserError(f"tools: {name!r} is none of python, python-session, mcp:COMMAND and mcp:URL")
+    raise UserError(
+        f"tools: {name!r} is neither a tool nor a function, nor one of the names python, "
+        "python-session, mcp:stdio:COMMAND and mcp:URL"
+    )
