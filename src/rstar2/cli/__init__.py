@@ -41,6 +41,7 @@ COMMANDS = {
         "Compare scheduling policies on simulated engines.",
     ),
     "codeenv": ("rstar2.cli.codeenv", "app", "Serve, run and measure the code environment."),
+    "env": ("rstar2.cli.env", "app", "List, check and try environments."),
     "plan": ("rstar2.cli.plan", "plan", "Estimate memory, time and cost of a recipe on a cluster."),
     "doctor": ("rstar2.cli.doctor", "doctor", "Check what this machine supports."),
 }
