@@ -123,7 +123,7 @@ def test_a_run_is_not_resumed_with_another_environment(folder: Path) -> None:
     with pytest.raises(RecipeError, match="another version of the source of environment 'sized'"):
         RunDirectory.create_or_resume(run, recipe, environment=changed)
     other = {**first, "args": {"size": 10}}
-    with pytest.raises(RecipeError, match="now with {'size': 10}"):
+    with pytest.raises(RecipeError, match=r"now with \{'size': 10\}"):
         RunDirectory.create_or_resume(run, recipe, environment=other)
 
 
