@@ -49,6 +49,7 @@ from rstar2.codeenv.jail import cgroups, landlock, seccomp, syscalls
 
 NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
 NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
+_OTHER_NAMESPACES = NEWNS | NEWNET | NEWIPC | NEWUTS | NEWCGROUP
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 1, 2, 4, 8, 32
 _MS_NOATIME, _MS_BIND, _MS_REC, _MS_PRIVATE = 1024, 4096, 16384, 1 << 18
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 1, 4, 24
@@ -124,14 +125,38 @@ def readable_paths() -> list[str]:
     return paths
 
 
+def fork_worker(level: str) -> int:
+    """Fork a worker. In strict it is PID 1 of a new PID namespace and, unless this process is root,
+    in a new user namespace."""
+    if level != "strict":
+        return fork()
+    flags = NEWPID | (0 if os.geteuid() == 0 else NEWUSER) | signal.SIGCHLD
+    number = ctypes.c_long(syscalls.numbers()["clone"])
+    return syscalls.checked(
+        syscalls.libc.syscall(number, ctypes.c_ulong(flags), 0, 0, 0, 0), "clone"
+    )
+
+
+def leave_namespaces(uid: int, gid: int) -> None:
+    """In a worker of strict: leave the host's other namespaces. The user is the zygote's."""
+    if uid != 0:
+        _map_user(uid, gid)
+    syscalls.checked(syscalls.libc.unshare(_OTHER_NAMESPACES), "unshare")
+
+
 def unshare_namespaces() -> None:
     """Leave the host's namespaces; the next child is PID 1 of the new PID namespace."""
-    flags = NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS | NEWCGROUP
     uid, gid = os.geteuid(), os.getegid()
+    flags = _OTHER_NAMESPACES | NEWPID
     if uid == 0:
         syscalls.checked(syscalls.libc.unshare(flags), "unshare")
         return
     syscalls.checked(syscalls.libc.unshare(flags | NEWUSER), "unshare(user namespace)")
+    _map_user(uid, gid)
+
+
+def _map_user(uid: int, gid: int) -> None:
+    """Map the user that created this user namespace to an ordinary one inside."""
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{_UID_INSIDE} {uid} 1")
     Path("/proc/self/gid_map").write_text(f"{_UID_INSIDE} {gid} 1")

@@ -22,6 +22,7 @@ import contextlib
 import errno
 import itertools
 import os
+import resource
 import select
 import signal
 import socket
@@ -71,7 +72,7 @@ class SessionWorker(JailWorker):
         """The family cannot be used any more; the server must replace this worker."""
 
     def _measure(self) -> None:
-        """Prepare the places of files, then measure."""
+        """Prepare the places of files. The baseline of memory is that of the worker itself."""
         holder, places = confine.HOLDER_FD, list(confine.SESSION_PLACES)
         if self.spec.level != "strict":
             holder = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
@@ -79,7 +80,8 @@ class SessionWorker(JailWorker):
             os.mkdir(places[0], 0o700)
             os.chdir(places[0])
         self.session_files = SessionFiles(holder, places)
-        super()._measure()
+        self.base_rss_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        self._open_scratch()
 
     def answer(self, request: WorkerRequest) -> None:
         """Carry out one order of the server."""

@@ -398,6 +398,9 @@ class JailWorker:
             os._exit(0)
         _, _, usage = os.wait4(pid, 0)
         self.base_rss_kb = usage.ru_maxrss
+        self._open_scratch()
+
+    def _open_scratch(self) -> None:
         strict = self.spec.level == "strict"
         places = (confine.SCRATCH_INSIDE, "/dev/shm") if strict else (".",)
         self.scratch = Scratch(places, on_tmpfs=strict)

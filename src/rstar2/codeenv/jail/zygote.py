@@ -169,45 +169,22 @@ class Zygote:
         return pidfd
 
     def _fork_worker(self, spec: Any, descriptor: int) -> int:
-        """Fork twice: in strict, only a child of the process that unshares becomes PID 1."""
+        """Fork a worker; returns its pid."""
         confine.prepare(spec.level)
-        reader, writer = os.pipe()
-        go_reader, go_writer = os.pipe()
-        pid = confine.fork()
+        owner = os.geteuid(), os.getegid()
+        pid = confine.fork_worker(spec.level)
         if pid == 0:
-            self._between(spec, descriptor, writer, go_reader)
-        os.close(writer)
-        os.close(go_reader)
-        with os.fdopen(reader, "rb") as answer:
-            text = answer.read(4096).decode()
-        os.waitpid(pid, 0)
-        os.write(go_writer, b".")  # from here on the zygote is the worker's parent
-        os.close(go_writer)
-        if not text.isdigit():
-            raise OSError(text or "the worker died while its jail was being built")
-        return int(text)
+            self._become_worker(spec, descriptor, owner)
+        return pid
 
-    def _between(self, spec: Any, descriptor: int, writer: int, go: int) -> NoReturn:
-        """In the intermediate process: join groups, unshare, fork again and report the pid."""
-        try:
-            cgroups.join(spec.group, os.getpid())
-            if spec.level == "strict":
-                confine.unshare_namespaces()
-            pid = confine.fork()
-            if pid == 0:
-                os.close(writer)
-                self._become_worker(spec, descriptor, go)
-            os.write(writer, str(pid).encode())
-        except OSError as error:
-            os.write(writer, str(error).encode())
-        os._exit(0)
-
-    def _become_worker(self, spec: Any, descriptor: int, go: int) -> NoReturn:
+    def _become_worker(self, spec: Any, descriptor: int, owner: tuple[int, int]) -> NoReturn:
         """In the worker: enter the jail and serve. A failure is reported on the worker's socket."""
-        os.read(go, 1)  # wait until this process is a child of the zygote
-        os.setsid()  # signals to its process group must not reach the zygote and other workers
         control = socket.socket(fileno=os.dup(descriptor))
         try:
+            os.setsid()  # signals to its process group must not reach the zygote, other workers
+            cgroups.join(spec.group, os.getpid())
+            if spec.level == "strict":
+                confine.leave_namespaces(*owner)
             null = os.open("/dev/null", os.O_RDWR)
             for target in range(4):
                 os.dup2(null, target)
