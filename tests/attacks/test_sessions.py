@@ -346,3 +346,10 @@ def test_lies_about_copies_harm_only_the_session(
     )
     cell.run(lie, session=one, wall_s=2.0)
     assert [cell.run("x", session=name)["value"] for name in (session, two)] == ["1", "2"]
+
+
+def test_tiny_wall_limit_keeps_the_session(cell: Cell, session: str) -> None:
+    cell.run("x = 1", session=session)
+    for _ in range(5):
+        assert cell.run("while True: pass", session=session, wall_s=0.001)["outcome"] == "timeout"
+    assert cell.run("x", session=session)["value"] == "1"

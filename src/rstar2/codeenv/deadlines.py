@@ -23,6 +23,7 @@ names it, and the layers around it only step in when that layer is itself stuck.
       < another node of a cluster   REMOTE_START_S
 
     Opening a session:  SESSION_ORDER_S < SESSION_REQUEST_S
+    Call of a session:  SESSION_COPY_S (before its limits count), then as one call
     Health of a server: HTTP_CONNECT_S < HEALTH_REPLY_S < CONNECT_S < OWNED_CONNECT_S
     Stop of a server:   ZYGOTE_STOP_S + 2 HTTP_STOP_S < OWNED_STOP_S < REMOTE_STOP_S
 
@@ -76,7 +77,9 @@ REMOTE_START_S = OWNED_START_S + 60.0
 
 SESSION_ORDER_S = 20.0
 """A session worker must have opened, branched or closed an interpreter by then."""
-SESSION_REQUEST_S = 2 * SPAWN_S + SESSION_ORDER_S + WORKER_GRACE_S + 7.0
+SESSION_COPY_S = 10.0
+"""The process of a session must have copied itself by then; only then its program starts."""
+SESSION_REQUEST_S = 2 * SPAWN_S + SESSION_ORDER_S + SESSION_COPY_S + WORKER_GRACE_S + 7.0
 
 # --------------------------------------------------------------------------- health
 

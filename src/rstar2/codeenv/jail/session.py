@@ -27,8 +27,6 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, NoReturn
 
 from rstar2.codeenv import deadlines
@@ -43,17 +41,13 @@ from rstar2.codeenv.jail.session_process import (
     SessionProcess,
     socket_pair,
 )
+from rstar2.codeenv.jail.strays import StrayProcesses
 from rstar2.codeenv.jail.worker import JailWorker
 
 _COARSE_CLOCK = 5
 """CLOCK_REALTIME_COARSE: the clock of file times."""
 _FIRST_CHECK_S = 0.005
 _NO_LIMIT_S = 1e9
-_WINDOW = 20_000
-"""Range of pids to kill when a program uses up every process that the worker may have."""
-_MOST_PASSES = 50
-_MOST_PIDS = 1 << 17
-"""The pids of a namespace are searched completely only up to this number."""
 
 
 class SessionWorker(JailWorker):
@@ -65,9 +59,7 @@ class SessionWorker(JailWorker):
         self.members: dict[bytes, SessionProcess] = {}
         """By session name."""
         self._numbers = itertools.count(1)
-        self._swept = 1
-        """Every process with a higher pid is new since the last call."""
-        self._most_pids = int(Path("/proc/sys/kernel/pid_max").read_text())
+        self._strays = StrayProcesses()
         self._lost = False
         """The family cannot be used any more; the server must replace this worker."""
 
@@ -216,9 +208,10 @@ class SessionWorker(JailWorker):
         self._watch(running)
         cpu_s = self.cpu_used(call)
         status = self._keep_one(name, running)
-        if running.error:
+        if running.copy is None:  # nothing was run
             call.close()
-            self._reply(request, frames.NO_COPY, running.error)
+            cause = frames.NO_COPY if running.error else frames.NO_SESSION
+            self._reply(request, cause, running.error)
             return
         self._kill_strays()
         if call.cause == frames.SCRATCH:
@@ -334,14 +327,30 @@ class SessionWorker(JailWorker):
                 elif descriptor == self.control.fileno():
                     if events & (select.POLLHUP | select.POLLERR):
                         os._exit(0)  # the server has closed the socket
-                    call.kill(frames.ABORTED)
+                    running.aborted = True
+                    poller.modify(self.control, 0)
             if process.sock.fileno() in ready:
                 ended = not self._read_report(running) or running.done
             else:
                 ended = call.pidfd in ready
             if ended or call.cause != frames.EXITED:
                 return
-            wait_s = self._check_limits(call)
+            wait_s = self._next_check(running)
+
+    def _next_check(self, running: SessionCall) -> float | None:
+        """Seconds until the next check; None if the process was killed.
+
+        To kill a process that has not copied itself loses the session: limits count from then on.
+        """
+        call = running.call
+        if running.copy is None:
+            left_s = call.started + deadlines.SESSION_COPY_S - time.monotonic()
+            if left_s > 0:
+                return left_s
+            call.kill(frames.NO_SESSION)
+        elif running.aborted:
+            call.kill(frames.ABORTED)
+        return None if call.cause != frames.EXITED else self._check_limits(call)
 
     def _read_stream(self, call: RunningCall, descriptor: int) -> bool:
         """Read what a program wrote; False at the end of the stream."""
@@ -363,7 +372,11 @@ class SessionWorker(JailWorker):
         kind, value = session_program.REPORT.unpack(data)
         if kind == session_program.COPIED and running.copy is None:
             running.copy = self._adopt_copy(value, running.copy_socket)
-            running.done = running.call.request.kind == frames.SESSION_BRANCH
+            call = running.call
+            running.done = call.request.kind == frames.SESSION_BRANCH
+            call.started = time.monotonic()
+            call.deadline = call.started + call.request.wall_s
+            call.cpu_before = self._cpu_total(call)
             return running.copy is not None
         if kind == session_program.FAILED and running.copy is None:
             running.error = max(1, min(value, 4095))
@@ -405,32 +418,12 @@ class SessionWorker(JailWorker):
     def _kill_strays(self) -> None:
         """Kill and reap every process in this worker that holds no member's state.
 
-        Only programs that may fork leave any: `session_guard` allows no other copies. All members
-        are stopped meanwhile, and the kernel numbers processes upwards.
+        Only programs that may fork leave any: `session_guard` allows no other copies.
         """
-        if not self.spec.forks:
-            return
-        keep = {process.pid for process in self.members.values()}
-        for _ in range(_MOST_PASSES):
-            newest = _newest_pid()
-            killed = [pid for pid in self._new_pids(newest) if pid not in keep and _kill(pid)]
-            self._reap()
-            if newest is not None:
-                self._swept = newest
-                if not killed:
-                    return
-        self._lost = True
-
-    def _new_pids(self, newest: int | None) -> Iterable[int]:
-        """The numbers of processes that were created since the last call."""
-        if newest is None:  # fork fails: a program holds all processes
-            return range(self._swept, self._swept + _WINDOW)
-        if newest >= self._swept:
-            return range(self._swept, newest)
-        if self._most_pids > _MOST_PIDS:
-            self._lost = True
-            return ()
-        return itertools.chain(range(self._swept, self._most_pids + 1), range(2, newest))
+        if self.spec.forks:
+            keep = {process.pid for process in self.members.values()}
+            if not self._strays.kill(keep, self._reap):
+                self._lost = True
 
     def _reap(self) -> None:
         members = {process.pid: name for name, process in self.members.items()}
@@ -468,30 +461,3 @@ def _receive_listener(sock: socket.socket) -> int | None:
         return None
     _, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
     return descriptors[0] if descriptors else None
-
-
-def _newest_pid() -> int | None:
-    """The newest pid of this namespace; None if no process can be created."""
-    try:
-        pid = confine.fork()
-    except OSError:
-        return None
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    return pid
-
-
-def _kill(pid: int) -> bool:
-    """Kill a process; False if there is none with this number (it may be that of a thread)."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except OSError:
-        return False
-    try:
-        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    except ProcessLookupError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True

@@ -87,6 +87,8 @@ class SessionCall:
     feeders: list[PipeFeeder]
     copy: SessionProcess | None = None
     """Holds the state from before the call."""
+    aborted: bool = False
+    """The caller has left."""
     error: int = 0
     """Why the process could not be copied: an error number."""
     done: bool = False

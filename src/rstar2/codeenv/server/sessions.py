@@ -199,7 +199,8 @@ class Sessions:
         try:
             left_s = max(0.001, deadline - time.monotonic())
             header = header._replace(wall_s=min(header.wall_s, left_s))
-            asking = asyncio.ensure_future(family.link.ask(header, parts))
+            grace_s = deadlines.SESSION_COPY_S + deadlines.WORKER_GRACE_S
+            asking = asyncio.ensure_future(family.link.ask(header, parts, grace_s))
             try:
                 return await asyncio.shield(asking)
             except asyncio.CancelledError:

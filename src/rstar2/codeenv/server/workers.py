@@ -136,9 +136,12 @@ class WorkerLink(asyncio.Protocol):
             ) from None
 
     async def ask(
-        self, request: WorkerRequest, parts: tuple[bytes, ...]
+        self,
+        request: WorkerRequest,
+        parts: tuple[bytes, ...],
+        grace_s: float = deadlines.WORKER_GRACE_S,
     ) -> tuple[WorkerReply, bytes]:
-        """One call. A worker that is silent WORKER_GRACE_S after the wall limit is killed."""
+        """One call. A worker that is silent `grace_s` after the wall limit is killed."""
         if self._transport is None or not self.alive:
             raise WorkerLostError(f"worker {self.name} has ended")
         self._waiting = asyncio.get_running_loop().create_future()
@@ -146,7 +149,7 @@ class WorkerLink(asyncio.Protocol):
         self.calls += 1
         self.used_at = time.monotonic()
         try:
-            async with asyncio.timeout(request.wall_s + deadlines.WORKER_GRACE_S):
+            async with asyncio.timeout(request.wall_s + grace_s):
                 header, body = await self._waiting
         except TimeoutError:
             self.kill()
