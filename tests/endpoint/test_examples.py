@@ -1,0 +1,67 @@
+"""The examples of this page work: recipe, problems, demonstrations, and a rollout of each agent."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from rstar2.agent.loop import AgentLoop, RolloutSpec
+from rstar2.config import AgentConfig, SamplingConfig, load_recipe
+from rstar2.environments.environment import Environment
+from rstar2.environments.load import load_environment, recipe_problems
+from rstar2.rollout.groups import GroupRunner
+from tests.endpoint.scripted import ScriptedGenerator, tiny_template
+
+pytestmark = pytest.mark.slow
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TEMPLATE = tiny_template()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["openai_agent", "verifiers_reverse", "mcp_friends", "reasoning_gym", "reasoning_gym_tools"],
+)
+async def test_an_example_has_problems_and_demonstrations_that_fit(name: str) -> None:
+    recipe = load_recipe(EXAMPLES / f"{name}.yaml").recipe
+    environment = load_environment(recipe.environment, recipe.template)
+    train = recipe_problems(recipe, environment, "train")
+    heldout = recipe_problems(recipe, environment, "heldout")
+    assert not {p.prompt for p in train} & {p.prompt for p in heldout}
+    assert recipe.sft is not None
+    for conversation in islice(environment.demonstrations(20, 0), 20):
+        ids, mask = TEMPLATE.conversation_ids(conversation)
+        assert any(mask)
+        if not isinstance(environment, Environment):  # those have a system message, left out here
+            assert len(ids) <= recipe.sft.max_length
+    await environment.close()
+
+
+def say(prompt: str) -> str:
+    """What a perfect model answers in the examples."""
+    question = prompt.rsplit("<|im_start|>user\n", 1)[1].split("<|im_end|>")[0]
+    if question.startswith("Reverse: "):
+        return " ".join(reversed(question.split()[1:]))
+    if question.startswith("Which is larger"):
+        return max(word.strip("?") for word in question.split() if word.strip("?").isdecimal())
+    if question.startswith("Are "):
+        _, a, _, b, _ = question.split()
+        call = f'{{"name": "friends", "arguments": {{"a": {a}, "b": {b}}}}}'
+        return f"<tool_call>\n{call}\n</tool_call>"
+    assert question.startswith("<tool_response>")
+    return question.split("\n")[1]
+
+
+@pytest.mark.parametrize("name", ["openai_agent", "verifiers_reverse", "mcp_friends"])
+async def test_the_agents_of_the_examples_are_rewarded_for_the_right_answer(name: str) -> None:
+    recipe = load_recipe(EXAMPLES / f"{name}.yaml").recipe
+    environment = load_environment(recipe.environment, recipe.template)
+    loop = AgentLoop(environment, ScriptedGenerator(TEMPLATE, say), None, TEMPLATE, AgentConfig())
+    problem = recipe_problems(recipe, environment, "train")[0]
+    spec = RolloutSpec(SamplingConfig(), 256, 3)
+    group = await GroupRunner(loop).run(problem, group_id="g", step=1, seeds=[1, 2, 3], spec=spec)
+    assert group.dropped == {}
+    assert group.rewards == (1.0, 1.0, 1.0)
+    await environment.close()
