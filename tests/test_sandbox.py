@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from rstar2 import AsyncSandbox, CodeEnvError, Outcome, Sandbox, UserError, sandbox
+from rstar2.codeenv.client import progress
 from rstar2.codeenv.client.background import background
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.types import Limits
@@ -146,15 +147,15 @@ def test_a_long_map_shows_a_bar_on_a_terminal(
     box: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = threading.Event()
-    show = sandbox.ProgressLine.show
+    show = progress.ProgressLine.show
 
-    def observed(line: sandbox.ProgressLine) -> None:
+    def observed(line: progress.ProgressLine) -> None:
         show(line)
         shown.set()
 
     terminal = Terminal()
-    monkeypatch.setattr(sandbox.ProgressLine, "show", observed)
-    monkeypatch.setattr(sandbox, "_SHOW_PROGRESS_S", 0.0)
+    monkeypatch.setattr(progress.ProgressLine, "show", observed)
+    monkeypatch.setattr(progress, "SHOW_PROGRESS_S", 0.0)
     monkeypatch.setattr(sys, "stderr", terminal)
     results = box.map(["import time; time.sleep(0.2)"] * 4)
     assert shown.is_set()

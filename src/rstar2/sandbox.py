@@ -20,29 +20,24 @@ import asyncio
 import dataclasses
 import os
 import secrets
-import sys
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, cast
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, cast
 
 import msgspec
 
 from rstar2.codeenv import deadlines, wire
 from rstar2.codeenv.client.background import BackgroundLoop, background
 from rstar2.codeenv.client.client import CodeEnvClient
+from rstar2.codeenv.client.progress import ProgressLine, show_progress
 from rstar2.codeenv.client.session import CodeSession
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError, UserError
 from rstar2.types import Limits, Outcome, ToolResult
 
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
 TOKEN_VARIABLE = "RSTAR2_CODEENV_TOKEN"
 IN_FLIGHT = 128
 """Programs of one `map` that are in flight at once, unless the caller chooses."""
-_SHOW_PROGRESS_S = 2.0
 
 T = TypeVar("T")
 Files = Mapping[str, bytes | str]
@@ -160,7 +155,7 @@ class SandboxCalls:
                 )
                 bar.advance()
 
-        async with _progress(len(programs), progress) as bar, asyncio.TaskGroup() as group:
+        async with show_progress(len(programs), progress) as bar, asyncio.TaskGroup() as group:
             for _ in range(min(concurrency, len(programs))):
                 group.create_task(work(bar))
         return cast("list[ToolResult]", results)
@@ -207,44 +202,6 @@ def _contents(files: Files) -> dict[str, bytes]:
     return contents
 
 
-class ProgressLine:
-    """Counts finished programs, and shows a bar once it is told to."""
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.done = 0
-        self.bar: Progress | None = None
-
-    def advance(self) -> None:
-        self.done += 1
-        if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], completed=self.done)
-
-    def show(self) -> None:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        self.bar = Progress(console=Console(stderr=True), transient=True)
-        self.bar.add_task("programs", total=self.total, completed=self.done)
-        self.bar.start()
-
-
-@asynccontextmanager
-async def _progress(total: int, wanted: bool) -> AsyncIterator[ProgressLine]:
-    """A bar on a terminal for a `map` that takes longer than two seconds."""
-    line = ProgressLine(total)
-    timer = None
-    if wanted and sys.stderr is not None and sys.stderr.isatty():
-        timer = asyncio.get_running_loop().call_later(_SHOW_PROGRESS_S, line.show)
-    try:
-        yield line
-    finally:
-        if timer is not None:
-            timer.cancel()
-        if line.bar is not None:
-            line.bar.stop()
-
-
 def _calls(
     url: str | Sequence[str] | None,
     token: str | None,
@@ -266,6 +223,7 @@ def _calls(
         token=token or (os.environ.get(TOKEN_VARIABLE) if urls else None),
         isolation=isolation,
         slots=slots,
+        warm_up="after",
         cap=dataclasses.replace(default.cap, **raised),
     )
     return SandboxCalls(config, base)

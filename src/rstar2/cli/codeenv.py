@@ -23,6 +23,7 @@ from rstar2.codeenv import deadlines
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.config import CodeEnvConfig
+from rstar2.config.schema import WarmUp
 from rstar2.errors import UserError
 from rstar2.types import Limits, ToolResult, encode
 
@@ -210,7 +211,7 @@ def run(
         limits,
         deadline_s=deadlines.COMMAND_QUEUE_S + (wall_s or 60.0),
     )
-    result = asyncio.run(_run_one(call, _client_config(url, isolation, slots=1, warm_up=False)))
+    result = asyncio.run(_run_one(call, _client_config(url, isolation, slots=1, warm_up="never")))
     if as_json:
         typer.echo(encode(result).decode())
     else:
@@ -351,7 +352,9 @@ def _config(**settings: Any) -> CodeEnvConfig:
         raise UserError(f"{field}: {first['input']!r}: {first['msg']}") from error
 
 
-def _client_config(url: str, isolation: str, slots: int, warm_up: bool = True) -> CodeEnvConfig:
+def _client_config(
+    url: str, isolation: str, slots: int, warm_up: WarmUp = "before"
+) -> CodeEnvConfig:
     return _config(
         urls=(url,) if url else (),
         isolation=isolation,

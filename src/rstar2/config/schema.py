@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rstar2.types import Limits
 
+WarmUp = Literal["before", "after", "never"]
+
 
 class Section(BaseModel):
     """Base class of all sections: immutable, and unknown keys are errors."""
@@ -88,8 +90,9 @@ class CodeEnvConfig(Section):
     """0 chooses a free port."""
     slots: int = Field(0, ge=0)
     """Calls executed at a time; 0 means one per core, plus one."""
-    warm_up: bool = True
-    """Start interpreters with NumPy, SymPy and SciPy in advance; false: when a call needs one."""
+    warm_up: WarmUp = "before"
+    """When interpreters with NumPy, SymPy and SciPy are started: `before` the server is ready
+    (SymPy; the others right after), `after` it, or `never` (a call that needs one waits)."""
     queue: int = Field(50_000, ge=1)
     connections: int = Field(4096, ge=8)
     """Connections that the server keeps open; at most half of the process's descriptors."""

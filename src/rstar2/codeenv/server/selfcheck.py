@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from rstar2.codeenv import deadlines
 from rstar2.codeenv.protocol import RunRequest
-from rstar2.codeenv.server.workers import FIRST
 from rstar2.errors import IsolationError
 from rstar2.types import Limits, Outcome, ToolResult
 
@@ -181,7 +180,7 @@ async def check(executor: WorkerExecutor) -> None:
     """Run all checks; IsolationError names the limits that do not hold."""
     secret = secrets.token_hex(16)
     canary = await asyncio.to_thread(_plant, executor.workers.directory, secret)
-    link = await executor.workers.take(FIRST, SMALL)
+    link = await executor.workers.take(executor.workers.first, SMALL)
     executor.workers.give_back(link)
     counted = executor.isolation == "strict" or bool(link.spec.group.pids)
     todo = checks(executor.isolation, link.spec.forks, counted, str(canary))

@@ -25,6 +25,7 @@ from rstar2.codeenv.jail.confine import JailSpec
 from rstar2.codeenv.jail.frames import WorkerReply, WorkerRequest
 from rstar2.codeenv.server import probe
 from rstar2.codeenv.server.zygotes import WorkerLostError, ZygoteLink, ZygotePool
+from rstar2.config.schema import WarmUp
 from rstar2.errors import DeadlineError, IsolationError
 from rstar2.types import Limits
 
@@ -32,8 +33,6 @@ OVERHEAD_MB = 192
 """Memory of the worker itself in its control group, in addition to what its calls may use."""
 _UID_FIRST, _UIDS = 50_000, 10_000
 """Uids for workers when the server is root; servers start at different ones."""
-FIRST = "plain"
-"""The flavour that is started first, and checked: the server is ready when it is."""
 _PER_SLOT = 5
 """Workers kept per slot, of all kinds together: one of each flavour."""
 
@@ -193,10 +192,12 @@ class WorkerPool:
     """Starts, keeps and ends workers. On the host it leaves `directory` and control groups."""
 
     def __init__(
-        self, isolation: str, slots: int, functions: Mapping[str, str], warm_up: bool = True
+        self, isolation: str, slots: int, functions: Mapping[str, str], warm_up: WarmUp = "before"
     ) -> None:
         self.isolation = isolation
         self.warm_up = warm_up
+        self.first = "base" if warm_up == "before" else "plain"
+        """The flavour that the server starts with, and checks."""
         self._zygotes = ZygotePool(functions)
         self.most = _PER_SLOT * slots
         self.directory = ""
@@ -207,9 +208,9 @@ class WorkerPool:
         self._tree = cgroups.ControlGroupTree([])
 
     async def start(self) -> None:
-        """Remove what dead servers left on the host, then start the flavour that starts fastest."""
+        """Remove what dead servers left on the host, then start the first flavour."""
         await asyncio.get_running_loop().run_in_executor(None, self._prepare_host)
-        await self.zygote(FIRST)
+        await self.zygote(self.first)
 
     def _prepare_host(self) -> None:
         probe.sweep_runtime()
@@ -219,7 +220,7 @@ class WorkerPool:
 
     def start_others(self) -> None:
         """Warm up the other flavours in the background, if that is wanted."""
-        if not self.warm_up:
+        if self.warm_up == "never":
             return
         task = asyncio.create_task(self._zygotes.start_others())
         self._background.add(task)
