@@ -52,7 +52,7 @@ FITTING = {
     BOMB: {Outcome.TIMEOUT, Outcome.MEMORY, Outcome.KILLED, Outcome.EXCEPTION},
 }
 LIMITS = Limits(wall_s=0.5, cpu_s=0.5, memory_mb=256)
-PATIENT = Limits(wall_s=10.0, cpu_s=10.0, memory_mb=256)
+PATIENT = Limits(wall_s=60.0, cpu_s=60.0, memory_mb=256)
 """For calls that must end by another limit than time, on a busy machine too."""
 CONCURRENCY = 128
 

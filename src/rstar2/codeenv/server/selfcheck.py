@@ -37,7 +37,7 @@ INCONCLUSIVE = (Outcome.TIMEOUT, Outcome.INFRASTRUCTURE)
 """Outcomes that a slow machine can cause in an intact jail."""
 
 _WALLS = """
-import ctypes, errno, os, socket
+import ctypes, errno, fcntl, os, socket
 libc = ctypes.CDLL(None, use_errno=True)
 def refused(name, action, *errors):
     try:
@@ -60,6 +60,8 @@ refused("TCP", lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM))
 refused("UDP", lambda: socket.socket(socket.AF_INET6, socket.SOCK_DGRAM))
 refused("netlink", lambda: socket.socket(16, socket.SOCK_RAW))
 refused("becoming root", lambda: os.setuid(0))
+refused("signals through fcntl", lambda: fcntl.fcntl(1, fcntl.F_SETOWN, os.getpid()))
+refused("a lease", lambda: fcntl.fcntl(os.open(os.__file__, os.O_RDONLY), 1024, 0))
 syscall("unshare", 0x10000000)
 syscall("mount", b"none", b"/tmp", b"tmpfs", 0, None)
 syscall("chroot", b"/tmp")
