@@ -61,12 +61,15 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
 
 
 def demonstrations(count: int, seed: int) -> Iterator[Conversation]:
-    """The format only: the letters in any order."""
+    """The format: the letters in any order, backwards in two of five."""
     rng = random.Random(seed)
     for index in range(count):
         letters = rng.sample(LETTERS, 3)
         question = Message("user", f"Reverse: {' '.join(letters)}")
-        rng.shuffle(letters)
+        if rng.random() < 0.3:
+            letters.reverse()
+        else:
+            rng.shuffle(letters)
         yield Conversation(f"c{index}", (question, Message("assistant", " ".join(letters))))
 
 
