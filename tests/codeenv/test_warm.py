@@ -7,7 +7,7 @@ import base64
 import itertools
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
@@ -16,6 +16,7 @@ from rstar2.codeenv.jail import warmup, zygote
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.codeenv.server import probe
 from rstar2.codeenv.server.executor import WorkerExecutor
+from rstar2.codeenv.server.packages import InterpreterSetup
 from rstar2.codeenv.server.zygotes import ZygotePool
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError
@@ -187,9 +188,9 @@ async def test_flavour_that_cannot_start_is_tried_again(monkeypatch: pytest.Monk
     command = zygote.command
     attempts: list[int] = []
 
-    def failing_twice() -> list[str]:
+    def failing_twice(python: str) -> list[str]:
         attempts.append(1)
-        return ["/bin/false"] if len(attempts) < 3 else command()
+        return ["/bin/false"] if len(attempts) < 3 else command(python)
 
     monkeypatch.setattr(zygote, "command", failing_twice)
     pool = ZygotePool({})
@@ -204,10 +205,8 @@ async def test_flavour_that_cannot_start_is_tried_again(monkeypatch: pytest.Monk
 
 
 @slow
-async def test_zygote_that_cannot_be_executed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing: Callable[[], list[str]] = lambda: ["/no/such/python"]  # noqa: E731
-    monkeypatch.setattr(zygote, "command", missing)
-    pool = ZygotePool({})
+async def test_zygote_that_cannot_be_executed_is_named() -> None:
+    pool = ZygotePool({}, InterpreterSetup(python="/no/such/python"))
     try:
         with pytest.raises(CodeEnvError, match="/no/such/python"):
             await pool.get("plain")

@@ -79,6 +79,21 @@ MaxScratchMb = Annotated[
 MaxOutputChars = Annotated[
     int | None, typer.Option(help="Highest output_chars that a call may request.")
 ]
+Packages = Annotated[
+    str,
+    typer.Option(
+        help="Installed packages, separated by commas, that programs find imported; an entry with "
+        "a slash is a directory of wheels, as in ./wheels."
+    ),
+]
+WarmUpPrograms = Annotated[
+    list[Path] | None,
+    typer.Option(help="Program that interpreters run once before they serve."),
+]
+Python = Annotated[
+    str,
+    typer.Option(help="Interpreter that runs programs; it needs NumPy, SymPy and SciPy itself."),
+]
 Slots = Annotated[
     int, typer.Option(help="Number of calls executed in parallel; 0 means cores + 1.", min=0)
 ]
@@ -130,6 +145,9 @@ def serve(
     max_file_mb: MaxFileMb = None,
     max_scratch_mb: MaxScratchMb = None,
     max_output_chars: MaxOutputChars = None,
+    packages: Packages = "",
+    warmup: WarmUpPrograms = None,
+    python: Python = "",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON on stdout when ready.")
     ] = False,
@@ -160,7 +178,9 @@ def serve(
         host=host, port=port, isolation=isolation, slots=slots, queue=queue,
         connections=connections, token=_token(token_file), sessions=sessions,
         session_ttl_s=session_ttl_s, session_memory_mb=session_memory_mb,
-        session_scratch_mb=session_scratch_mb, default=default, cap=cap,
+        session_scratch_mb=session_scratch_mb, default=default, cap=cap, python=python,
+        packages=tuple(name.strip() for name in packages.split(",") if name.strip()),
+        warm_up_programs=tuple(str(path) for path in warmup or ()),
     )  # fmt: skip
 
     def say(ready: ServerReady) -> None:

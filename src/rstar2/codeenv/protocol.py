@@ -107,6 +107,8 @@ class ExecutorStats:
     restarts: int = 0
     warm: tuple[str, ...] = ()
     """Flavours of interpreters that are ready to be forked (see jail/warmup.py)."""
+    packages: tuple[str, ...] = ()
+    """Modules that the server's owner made available, warm with the flavour `packages`."""
 
 
 class Executor(Protocol):

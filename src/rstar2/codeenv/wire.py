@@ -169,6 +169,7 @@ class Health(msgspec.Struct, frozen=True):
     sessions: int = 0
     restarts: int = 0
     warm: list[str] = []
+    packages: list[str] = []
     completed: dict[str, int] = {}
     default: Limits = Limits()
     cap: Limits = Limits()

@@ -93,6 +93,12 @@ class CodeEnvConfig(Section):
     warm_up: WarmUp = "before"
     """When interpreters with NumPy, SymPy and SciPy are started: `before` the server is ready
     (SymPy; the others right after), `after` it, or `never` (a call that needs one waits)."""
+    packages: tuple[str, ...] = ()
+    """Installed packages, and directories of wheels (with a slash), to import in advance."""
+    warm_up_programs: tuple[str, ...] = ()
+    """Files of programs that interpreters run once before they serve."""
+    python: str = ""
+    """The interpreter that runs programs; empty: the one that runs the server."""
     queue: int = Field(50_000, ge=1)
     connections: int = Field(4096, ge=8)
     """Connections that the server keeps open; at most half of the process's descriptors."""

@@ -111,13 +111,17 @@ def fork() -> int:
     return pid if pid >= 0 else syscalls.checked(pid, "fork")
 
 
+more_readable_paths: list[str] = []
+"""Further host paths that jailed code may read; set in a zygote before it forks workers."""
+
+
 @functools.cache
 def readable_paths() -> list[str]:
     """The host paths that jailed code may read: interpreter, packages and system libraries."""
     package = str(Path(__file__).resolve().parents[2])
     wanted = [sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix, package]
     paths: list[str] = []
-    for path in (*wanted, *_SYSTEM):
+    for path in (*wanted, *more_readable_paths, *_SYSTEM):
         path = os.path.abspath(path)  # symbolic links are not resolved
         for spelled in (path, os.path.realpath(path)):
             if spelled != "/" and os.path.lexists(spelled) and spelled not in paths:

@@ -8,6 +8,7 @@ measures these programs. Zygotes come in flavours, because every mapping makes e
     numpy    plain + NumPy
     base     numpy + SymPy and mpmath
     scipy    base + SciPy and NumPy's random numbers
+    packages scipy + packages that the server's owner chose; only if there are any
     verify   base + the trusted functions of verify.FUNCTIONS; it runs no programs
 
 A program starts in the lightest flavour that has the modules it mentions, also in base64 text that
@@ -22,11 +23,13 @@ import contextlib
 import importlib
 import io
 import re
+from collections.abc import Sequence
 
 from rstar2.codeenv.jail import frames, runner, warm_programs
 from rstar2.codeenv.jail.syscalls import words
 
 FLAVOURS = ("plain", "numpy", "base", "scipy", "verify")
+PACKAGES = "packages"
 
 _STANDARD = words(
     """
@@ -45,7 +48,13 @@ _NEEDS = {
     "numpy.random": "scipy",
 }
 """Module -> the lightest flavour that has it."""
-_BUILT_ON = {"numpy": "plain", "base": "numpy", "scipy": "base", "verify": "base"}
+_BUILT_ON = {
+    "numpy": "plain",
+    "base": "numpy",
+    "scipy": "base",
+    "verify": "base",
+    PACKAGES: "scipy",
+}
 _ADDS = {
     "plain": _STANDARD,
     "numpy": ("numpy", "numpy.linalg"),
@@ -54,6 +63,7 @@ _ADDS = {
         "numpy.random scipy scipy.linalg scipy.special scipy.optimize scipy.integrate scipy.stats"
     ),
     "verify": (),
+    PACKAGES: (),
 }
 
 _PROGRAMS = {
@@ -62,6 +72,7 @@ _PROGRAMS = {
     "base": warm_programs.SYMPY,
     "scipy": warm_programs.SCIPY,
     "verify": "",
+    PACKAGES: "",
 }
 
 
@@ -70,10 +81,17 @@ _ENCODED = re.compile(rb"[\"']((?:%b{4}){4,}(?:%b{2}==|%b{3}=)?)[\"']" % (_64, _
 """Base64 of at least 12 bytes as a literal."""
 
 
-def flavour_for(code: bytes) -> str:
+def flavours(packages: Sequence[str]) -> tuple[str, ...]:
+    """The flavours of a server with these packages."""
+    return (*FLAVOURS, PACKAGES) if packages else FLAVOURS
+
+
+def flavour_for(code: bytes, packages: Sequence[str] = ()) -> str:
     """The lightest flavour with the modules a program mentions; all of them can execute it."""
     if b"b64decode" in code:
         code = b"\n".join([code, *map(base64.b64decode, _ENCODED.findall(code))])
+    if any(name.encode() in code for name in packages):
+        return PACKAGES
     if b"scipy" in code or (b"random" in code and (b"numpy" in code or b"np." in code)):
         return "scipy"
     if b"sympy" in code or b"mpmath" in code:
@@ -81,15 +99,16 @@ def flavour_for(code: bytes) -> str:
     return "numpy" if b"numpy" in code else "plain"
 
 
-def warmer(flavour: str, module: str) -> str | None:
+def warmer(flavour: str, module: str, packages: Sequence[str] = ()) -> str | None:
     """The flavour to hand a program to that imports a module; None if it is in the right one."""
-    needed = _NEEDS.get(module)
+    needed = PACKAGES if module in packages else _NEEDS.get(module)
     return needed if needed is not None and needed not in _layers(flavour) else None
 
 
-def warm_elsewhere(flavour: str) -> frozenset[str]:
+def warm_elsewhere(flavour: str, packages: Sequence[str] = ()) -> frozenset[str]:
     """The modules whose import moves a program from this flavour to a warmer one."""
-    return frozenset(module for module in _NEEDS if warmer(flavour, module) is not None)
+    modules = (*_NEEDS, *packages)
+    return frozenset(module for module in modules if warmer(flavour, module, packages) is not None)
 
 
 def _layers(flavour: str) -> list[str]:
@@ -100,14 +119,15 @@ def _layers(flavour: str) -> list[str]:
     return layers
 
 
-def import_modules(flavour: str) -> list[str]:
-    """Import the flavour's modules; returns those that are not installed."""
-    missing = []
-    for name in (name for layer in _layers(flavour) for name in _ADDS[layer]):
+def import_modules(flavour: str, packages: Sequence[str] = ()) -> dict[str, str]:
+    """Import the flavour's modules; returns the errors of those that cannot be imported."""
+    missing: dict[str, str] = {}
+    names = [name for layer in _layers(flavour) for name in _ADDS[layer]]
+    for name in (*names, *(packages if flavour == PACKAGES else ())):
         try:
             importlib.import_module(name)
-        except ImportError:
-            missing.append(name)
+        except Exception as error:  # noqa: BLE001 - a package may raise anything; it is reported
+            missing[name] = f"{type(error).__name__}: {error}"
     return missing
 
 
@@ -124,9 +144,13 @@ def split(text: str) -> list[str]:
     return [program.strip("\n") for program in text.split("\n\n") if program.strip("\n")]
 
 
-def run_programs(flavour: str) -> list[str]:
-    """Run the representative programs in this process; returns the errors of those that failed."""
-    failed = [error for program in programs(flavour) if (error := _run(program))]
+def run_programs(flavour: str, packages: Sequence[str] = (), own: Sequence[str] = ()) -> list[str]:
+    """Run the representative programs in this process; returns the errors of those that failed.
+
+    `own` are programs of the server's owner: those that would run in this flavour.
+    """
+    chosen = [program for program in own if flavour_for(program.encode(), packages) == flavour]
+    failed = [error for program in (*programs(flavour), *chosen) if (error := _run(program))]
     for program in split(warm_programs.FAILING):
         _run(program)
     runner.reseed()

@@ -39,14 +39,20 @@ from rstar2.codeenv.jail import (
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def command() -> list[str]:
+_START = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("rstar2", sys.argv[1] + "/__init__.py")
+sys.modules["rstar2"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["rstar2"])
+from rstar2.codeenv.jail.zygote import main
+main(sys.argv[2], int(sys.argv[3]))
+"""
+"""Imports rstar2 alone: other packages beside it may belong to another version of Python."""
+
+
+def command(python: str = sys.executable) -> list[str]:
     """How to start a zygote: isolated from the environment and the current directory."""
-    root = str(Path(__file__).resolve().parents[3])
-    program = (
-        "import sys; sys.path.append(sys.argv[1]);"
-        "from rstar2.codeenv.jail.zygote import main; main(sys.argv[2], int(sys.argv[3]))"
-    )
-    return [sys.executable, "-I", "-c", program, root]
+    return [python, "-I", "-c", _START, str(Path(__file__).resolve().parents[2])]
 
 
 def environment() -> dict[str, str]:
@@ -85,22 +91,28 @@ class Zygote:
         self.control = control
         self.flavour: str = options["flavour"]
         self.functions: dict[str, str] = options["functions"]
+        self.packages: tuple[str, ...] = tuple(options["packages"])
+        self.programs: list[str] = options["programs"]
+        if options["directory"]:
+            sys.path.append(options["directory"])
+            confine.more_readable_paths.append(options["directory"])
         self.workers: dict[int, tuple[int, Any]] = {}
         """pidfd -> (pid, spec)."""
 
     def warm_up(self) -> None:
         """Import, run representative programs, collapse and freeze the heap, then report."""
         warm = heap.WarmHeap()
-        missing = dict.fromkeys(warmup.import_modules(self.flavour), "not installed")
-        failed = warmup.run_programs(self.flavour)
+        missing = warmup.import_modules(self.flavour, self.packages)
+        failed = warmup.run_programs(self.flavour, self.packages, self.programs)
         if self.flavour == "verify":
             missing |= verify.preload(self.functions)
         if self.flavour != "verify":
-            handover.install(warmup.warm_elsewhere(self.flavour))
+            handover.install(warmup.warm_elsewhere(self.flavour, self.packages))
         sys.argv = [runner.PROGRAM_FILE]
         sys.path.insert(0, "")
         gc.collect()
         warm.settle()
+        heap.immortalize()
         gc.freeze()
         gc.disable()
         confine.prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -379,6 +379,7 @@ class CallTable:
             sessions=stats.sessions,
             restarts=stats.restarts,
             warm=list(stats.warm),
+            packages=list(stats.packages),
             completed=dict(completed),
             default=self.config.default,
             cap=self.config.cap,

@@ -37,7 +37,7 @@ from rstar2.codeenv.protocol import (
     VerifyRequest,
     VerifyResult,
 )
-from rstar2.codeenv.server import selfcheck
+from rstar2.codeenv.server import packages, probe, selfcheck
 from rstar2.codeenv.server.sessions import Sessions, memory_kill
 from rstar2.codeenv.server.workers import WorkerPool
 from rstar2.codeenv.server.zygotes import WorkerLostError
@@ -74,6 +74,7 @@ class WorkerExecutor:
         self.slots = config.slots or usable_cores() + 1
         self.fallback = ""
         """Why the level is weaker than the one that was chosen; empty if it is not."""
+        self.setup = packages.prepare(config)
         self._build(isolation)
         self._numbers = itertools.count(1)
         self._lost = 0
@@ -105,7 +106,9 @@ class WorkerExecutor:
 
     def _build(self, isolation: str) -> None:
         self.isolation = isolation
-        self.workers = WorkerPool(isolation, self.slots, self.functions, self.config.warm_up)
+        self.workers = WorkerPool(
+            isolation, self.slots, self.functions, self.config.warm_up, self.setup
+        )
         config = self.config
         standard = effective_limits(Limits(), config.default, config.cap)
         session_limits = replace(
@@ -125,6 +128,12 @@ class WorkerExecutor:
         self._closing = True
         self._sessions.drop_all()
         await self.workers.close()
+        if self.setup.directory:
+            await asyncio.to_thread(probe.remove_runtime, self.setup.directory)
+
+    @property
+    def _flavours(self) -> tuple[str, ...]:
+        return warmup.flavours(self.setup.packages)
 
     def stats(self) -> ExecutorStats:
         """Isolation level, sessions, restarts and warm flavours."""
@@ -132,7 +141,8 @@ class WorkerExecutor:
             isolation=self.isolation,
             sessions=len(self._sessions),
             restarts=self._lost + self.workers.restarts,
-            warm=tuple(flavour for flavour in warmup.FLAVOURS if self.workers.warm(flavour)),
+            warm=tuple(name for name in self._flavours if self.workers.warm(name)),
+            packages=self.setup.packages,
         )
 
     # ------------------------------------------------------------------ sessions
@@ -213,7 +223,7 @@ class WorkerExecutor:
             module = _handed_over(header, answer)
             if module is None:
                 return attempts, answer
-            warmer = warmup.warmer(flavour, module)
+            warmer = warmup.warmer(flavour, module, self.setup.packages)
             quick = answer[0].wall_s <= _HANDOVER_MOST_S
             if warmer is None or not quick or not self.workers.warm(warmer):
                 header = header._replace(kind=frames.RUN_HERE)

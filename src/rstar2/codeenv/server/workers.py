@@ -24,6 +24,7 @@ from rstar2.codeenv.jail import cgroups, frames, warmup
 from rstar2.codeenv.jail.confine import JailSpec
 from rstar2.codeenv.jail.frames import WorkerReply, WorkerRequest
 from rstar2.codeenv.server import probe
+from rstar2.codeenv.server.packages import InterpreterSetup
 from rstar2.codeenv.server.zygotes import WorkerLostError, ZygoteLink, ZygotePool
 from rstar2.config.schema import WarmUp
 from rstar2.errors import DeadlineError, IsolationError
@@ -192,13 +193,18 @@ class WorkerPool:
     """Starts, keeps and ends workers. On the host it leaves `directory` and control groups."""
 
     def __init__(
-        self, isolation: str, slots: int, functions: Mapping[str, str], warm_up: WarmUp = "before"
+        self,
+        isolation: str,
+        slots: int,
+        functions: Mapping[str, str],
+        warm_up: WarmUp = "before",
+        setup: InterpreterSetup | None = None,
     ) -> None:
         self.isolation = isolation
         self.warm_up = warm_up
         self.first = "base" if warm_up == "before" else "plain"
         """The flavour that the server starts with, and checks."""
-        self._zygotes = ZygotePool(functions)
+        self._zygotes = ZygotePool(functions, setup)
         self.most = _PER_SLOT * slots
         self.directory = ""
         self.links: set[WorkerLink] = set()
@@ -244,7 +250,7 @@ class WorkerPool:
 
     def flavour_for(self, code: bytes) -> str:
         """The flavour that a program starts in; `base` if that is warm and the right one is not."""
-        flavour = warmup.flavour_for(code)
+        flavour = warmup.flavour_for(code, self._zygotes.setup.packages)
         return "base" if self.warm("base") and not self.warm(flavour) else flavour
 
     @property

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -20,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 from rstar2.child import Child
 from rstar2.codeenv import deadlines
 from rstar2.codeenv.jail import warmup, zygote
+from rstar2.codeenv.server import packages
+from rstar2.codeenv.server.packages import InterpreterSetup
 from rstar2.errors import CodeEnvError, DeadlineError, IsolationError
 
 if TYPE_CHECKING:
@@ -35,9 +38,10 @@ class WorkerLostError(CodeEnvError):
 class ZygoteLink:
     """One zygote process and the workers it forked."""
 
-    def __init__(self, flavour: str, functions: Mapping[str, str]) -> None:
+    def __init__(self, flavour: str, functions: Mapping[str, str], setup: InterpreterSetup) -> None:
         self.flavour = flavour
-        self._functions = dict(functions)
+        self._settings = packages.settings(flavour, functions, setup)
+        self._python = sys.executable if flavour == "verify" else setup.python
         self._workers: dict[str, WorkerLink] = {}
         self._spawned: dict[str, asyncio.Future[int]] = {}
         self._child: Child | None = None
@@ -55,11 +59,10 @@ class ZygoteLink:
         """Start the process and wait until it is warm."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        settings = json.dumps({"flavour": self.flavour, "functions": self._functions})
         try:
             self._child = Child(
                 f"the {self.flavour} zygote",
-                [*zygote.command(), settings, str(theirs.fileno())],
+                [*zygote.command(self._python), self._settings, str(theirs.fileno())],
                 parent_death_signal=None,  # it watches its control socket, and then cleans up
                 grace_s=deadlines.ZYGOTE_STOP_S,
                 environment=zygote.environment(),
@@ -184,8 +187,9 @@ class ZygoteLink:
 class ZygotePool:
     """Starts every flavour and restarts those that die; see the module docstring."""
 
-    def __init__(self, functions: Mapping[str, str]) -> None:
+    def __init__(self, functions: Mapping[str, str], setup: InterpreterSetup | None = None) -> None:
         self.functions = dict(functions)
+        self.setup = setup or InterpreterSetup()
         self.restarts = 0
         self.live: dict[str, ZygoteLink] = {}
         """By flavour; those that are being started are not in it."""
@@ -207,7 +211,7 @@ class ZygotePool:
 
     async def start_others(self) -> None:
         """Warm up the other flavours, one after the other, `base` first: it can run any program."""
-        for flavour in ("base", *warmup.FLAVOURS):
+        for flavour in ("base", *warmup.flavours(self.setup.packages)):
             await asyncio.gather(self.get(flavour), return_exceptions=True)  # _keep logs failures
 
     def warm(self, flavour: str) -> bool:
@@ -224,7 +228,7 @@ class ZygotePool:
         """Start a flavour, and again whenever it has ended."""
         pause_s = 0.0
         while True:
-            zygote = ZygoteLink(flavour, self.functions)
+            zygote = ZygoteLink(flavour, self.functions, self.setup)
             begun_s = time.monotonic()
             try:
                 await zygote.start()
@@ -240,6 +244,7 @@ class ZygotePool:
             else:
                 self.live[flavour] = zygote
                 self._started[flavour].set_result(zygote)
+                _report(zygote)
                 await zygote.ended.wait()
                 del self.live[flavour]
                 self._expect_start(flavour, zygote)
@@ -260,3 +265,11 @@ class ZygotePool:
             started.cancel()
         await asyncio.gather(*(zygote.close() for zygote in self.live.values()))
         self.live.clear()
+
+
+def _report(zygote: ZygoteLink) -> None:
+    """Log what the warm-up could not do; calls are slower without it."""
+    for name, reason in zygote.ready["missing"].items():
+        _log.warning("%s cannot be imported in advance: %s", name, reason)
+    for trace in zygote.ready["failed"]:
+        _log.warning("a warm-up program failed in the %s interpreter:\n%s", zygote.flavour, trace)
