@@ -207,6 +207,7 @@ def test_a_reward_that_fails_is_a_failure_and_never_zero(
     assert trajectory.failure is not None
     assert trajectory.failure.name == name
     assert message in trajectory.failure.message
+    assert "/rstar2/" not in trajectory.failure.message.replace(str(Path(__file__)), "")
 
 
 def test_a_reward_may_be_negative_and_async() -> None:

@@ -27,8 +27,10 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
+import rstar2
 from rstar2.config import AgentConfig
 from rstar2.environments.base import EnvironmentProtocol, EpisodeProtocol, SandboxClient
 from rstar2.errors import (
@@ -60,6 +62,7 @@ T = TypeVar("T")
 GRACE_S = 5.0
 """A loop waits this much longer than the deadline that it gives to an engine or a tool."""
 CLOSE_DEADLINE_S = 10.0
+PACKAGE = Path(rstar2.__file__).parent
 SHOWN_FRAMES = 3
 """Frames of a traceback in the message of a Failure."""
 
@@ -125,7 +128,9 @@ def failure_of(error: InfrastructureError | OSError) -> Failure:
 
 def _broken(name: str, what: str, error: Exception) -> Failure:
     """The Failure of code that the environment's author wrote, with the place in that code."""
-    frames = traceback.extract_tb(error.__traceback__)[-SHOWN_FRAMES:]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not Path(frame.filename).is_relative_to(PACKAGE)]
+    frames = traceback.StackSummary.from_list((own or frames)[-SHOWN_FRAMES:])
     places = " > ".join(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames)
     failure = Failure(name, f"{what} raised {type(error).__name__}: {error} ({places})")
     log.warning("%s", failure.message)

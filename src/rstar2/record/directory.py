@@ -182,7 +182,8 @@ class RunDirectory:
         self._check_stage(evaluation_stage(evaluation.stage, evaluation.mode))
         if not math.isfinite(evaluation.accuracy.mean):
             raise InfrastructureError(
-                f"{evaluation.mode} evaluation of {evaluation.stage}: no problem could be graded"
+                f"{evaluation.mode} evaluation of {evaluation.stage}: no problem could be graded "
+                "(log.txt in the run directory says why)"
             )
         self._evaluations.append(evaluation)
         self.flush()

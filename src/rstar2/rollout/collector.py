@@ -201,5 +201,6 @@ def _refuse_outage(drawn: Sequence[DrawnGroup], step: int) -> None:
         names = ", ".join(f"{name} x{count}" for name, count in lost.most_common())
         raise InfrastructureError(
             f"step {step}: {lost.total()} of {lost.total() + kept} rollouts were lost to "
-            f"infrastructure ({names})"
+            f"infrastructure or to errors of the environment ({names}); log.txt in the run "
+            "directory has their messages"
         )
