@@ -16,7 +16,7 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_gym.tools.core import ToolGroup, tool
 
 from rstar2 import Sandbox
-from rstar2.agent.prompts import tool_text
+from rstar2.tool_text import tool_text
 
 box = Sandbox(os.environ.get("RSTAR2_CODEENV_URL"), wall_s=10)
 

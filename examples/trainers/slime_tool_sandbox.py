@@ -14,7 +14,7 @@ import os
 from typing import Any
 
 from rstar2 import AsyncSandbox
-from rstar2.agent.prompts import tool_text
+from rstar2.tool_text import tool_text
 
 TOOL_CONFIGS = {"max_turns": 16, "max_tool_calls": 16, "tool_concurrency": 256}
 SEMAPHORE = asyncio.Semaphore(TOOL_CONFIGS["tool_concurrency"])

@@ -15,7 +15,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from rstar2 import CodeEnvError, Sandbox
-from rstar2.agent.prompts import tool_text
+from rstar2.tool_text import tool_text
 
 box = Sandbox(os.environ.get("RSTAR2_CODEENV_URL"), wall_s=10)
 

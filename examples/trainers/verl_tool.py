@@ -18,7 +18,7 @@ from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 from rstar2 import AsyncSandbox
-from rstar2.agent.prompts import tool_text
+from rstar2.tool_text import tool_text
 
 SCHEMA = {
     "type": "function",

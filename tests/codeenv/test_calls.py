@@ -76,7 +76,7 @@ class JudgedExecutor:
         group = SimpleNamespace(pids="")
         self.link = SimpleNamespace(spec=SimpleNamespace(group=group, forks=True))
         self.workers = self
-        self.directory = ""
+        self.first, self.directory = "base", ""
 
     async def take(self, flavour: str, limits: object) -> Any:
         return self.link

@@ -105,6 +105,15 @@ SessionMemoryMb = Annotated[int, typer.Option(help="Memory limit in MB of a sess
 SessionScratchMb = Annotated[
     int, typer.Option(help="Scratch space in MB of a session with its branches.", min=1)
 ]
+Queue = Annotated[
+    int, typer.Option(help="Maximum number of waiting calls; further ones get status 429.", min=1)
+]
+Connections = Annotated[
+    int, typer.Option(help="Maximum number of connections that are kept open.", min=8)
+]
+TokenFile = Annotated[
+    Path | None, typer.Option(help=f"File that contains the token (or set {TOKEN_VARIABLE}).")
+]
 
 
 @app.command()
@@ -117,16 +126,9 @@ def serve(
     ] = PORT,
     isolation: Isolation = "auto",
     slots: Slots = 0,
-    queue: Annotated[
-        int,
-        typer.Option(help="Maximum number of waiting calls; further ones get status 429.", min=1),
-    ] = CONFIG.queue,
-    connections: Annotated[
-        int, typer.Option(help="Maximum number of connections that are kept open.", min=8)
-    ] = CONFIG.connections,
-    token_file: Annotated[
-        Path | None, typer.Option(help=f"File that contains the token (or set {TOKEN_VARIABLE}).")
-    ] = None,
+    queue: Queue = CONFIG.queue,
+    connections: Connections = CONFIG.connections,
+    token_file: TokenFile = None,
     sessions: Sessions = CONFIG.sessions,
     session_ttl_s: SessionTtlS = CONFIG.session_ttl_s,
     session_memory_mb: SessionMemoryMb = CONFIG.session_memory_mb,

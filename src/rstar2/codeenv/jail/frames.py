@@ -19,7 +19,7 @@ RUN, VERIFY, SESSION_OPEN, SESSION_RUN, SESSION_BRANCH, SESSION_CLOSE, RUN_HERE 
 SESSION_ABORT = 7
 """SESSION_ABORT ends the running call of a session, which is then rolled back; it has no reply.
 RUN_HERE is a RUN that is not handed over to a warmer interpreter; see `handover`."""
-EXITED, WALL, CPU, OUTPUT, SCRATCH, NO_SESSION, PROCESSES, FILES, NO_COPY, ABORTED = range(10)
+EXITED, WALL, CPU, OUTPUT, SCRATCH, NO_SESSION, FILES, NO_COPY, ABORTED = range(9)
 """Why a call ended. EXITED means that the program ended by itself; see the wait status. NO_COPY: a
 session could not be copied, and nothing has changed; the status is an error number."""
 

@@ -395,11 +395,6 @@ def clip(text: str, limit: int, already_cut: int = 0) -> tuple[str, int]:
     return f"{text[:head]}\n[... {cut} characters cut ...]\n{end}", cut
 
 
-def decode(data: bytes) -> str:
-    """Bytes of a program as text; what is not UTF-8 is shown by replacement characters."""
-    return data.decode("utf-8", "replace")
-
-
 def limits_hit(cause: int, limits: Limits) -> tuple[Outcome, str] | None:
     """Outcome and message of a call that the worker ended."""
     if cause == frames.WALL:
@@ -413,8 +408,6 @@ def limits_hit(cause: int, limits: Limits) -> tuple[Outcome, str] | None:
         return Outcome.KILLED, (
             f"Stopped: its files took more than {limits.scratch_mb} MB or could not be counted."
         )
-    if cause == frames.PROCESSES:
-        return Outcome.KILLED, "Stopped: it started more processes than it may."
     if cause == frames.FILES:
         return Outcome.BAD_ARGUMENTS, "Not run: its files could not be written; rename them."
     return None
@@ -474,8 +467,8 @@ def build_result(
     if reply.left_out and not message:
         message = files.left_out_message(reply.left_out)
     chars = limits.output_chars or 0
-    out, out_cut = clip(decode(stdout), chars)
-    err, err_cut = clip(decode(stderr), chars)
+    out, out_cut = clip(stdout.decode("utf-8", "replace"), chars)
+    err, err_cut = clip(stderr.decode("utf-8", "replace"), chars)
     value, value_cut, trace, trace_cut = None, 0, "", 0
     if record is not None and hit is None:
         if record.kind == frames.VALUE and not stdout and outcome is Outcome.OK:
