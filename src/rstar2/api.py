@@ -6,6 +6,7 @@ They run what the commands run, with an environment that is a Python object.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -114,7 +115,7 @@ def evaluate_model(
     max_turns: int = 10,
     seed: int = 0,
 ) -> Evaluation:
-    """Evaluate a model directory, or the newest export of a run, on the held-out problems.
+    """Evaluate a model directory, or the export of a run's last stage, on the held-out problems.
 
     count: the first so many problems; samples: answers per problem; temperature 0 is greedy
     """
@@ -147,7 +148,7 @@ class Agent:
             rollout = await agent.run("What is 48 choose 5?")
             print(rollout.text, rollout.reward)
 
-    model: a model directory, or a run directory (its newest export)
+    model: a model directory, or a run directory (the export of its last stage)
     environment: an environment, or a name as in a recipe
     max_length: tokens of a rollout, prompt included
     """
@@ -168,6 +169,7 @@ class Agent:
         self._environment = environment
         self._stack = AsyncExitStack()
         self._runner: GroupRunner | None = None
+        self._numbers = itertools.count()
 
     @property
     def runner(self) -> GroupRunner:
@@ -214,8 +216,9 @@ class Agent:
         """
         if isinstance(problem, str):
             problem = Problem("prompt", problem, "")
+        group_id = f"agent/{next(self._numbers)}/{problem.id}"  # concurrent rollouts are apart
         trajectory = await self.runner.rollout(
-            problem, group_id=f"agent/{problem.id}", index=0, seed=seed, spec=self.spec(temperature)
+            problem, group_id=group_id, index=0, seed=seed, spec=self.spec(temperature)
         )
         if trajectory.failure is not None:
             raise RolloutFailure(trajectory.failure)

@@ -275,9 +275,10 @@ async def ask_reply(
     reply = await guarded("environment", "reply", episode.reply(turn), deadline_s)
     if reply is None:
         return None
-    if not reply or any(message.role != "user" for message in reply):
-        roles = ", ".join(message.role for message in reply) or "no message"
-        problem = f"a reply consists of messages of role user, or is None to end; got {roles}"
+    if not reply or any(not isinstance(m, Message) or m.role != "user" for m in reply):
+        kinds = [m.role if isinstance(m, Message) else type(m).__name__ for m in reply]
+        got = ", ".join(kinds) or "no message"
+        problem = f"a reply consists of Messages of role user, or is None to end; got {got}"
         raise EpisodeError(Failure("environment", problem))
     return tuple(reply)
 

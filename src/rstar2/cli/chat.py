@@ -1,8 +1,8 @@
 """`rstar2 chat`: talk to an agent that reasons, runs Python and answers.
 
 The model is a transformers directory of a small model (embedded engine, streamed token by token), a
-run directory (its newest export), or an OpenAI-compatible endpoint. A message on the command line
-is answered once; without one, every line of standard input is a message.
+run directory (the export of its last stage), or an OpenAI-compatible endpoint. A message on the
+command line is answered once; without one, every line of standard input is a message.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ WarmUpPrograms = Annotated[
 ]
 Python = Annotated[
     str,
-    typer.Option(help="Interpreter that runs programs; it needs NumPy, SymPy and SciPy itself."),
+    typer.Option(help="Interpreter that runs programs; install NumPy, SymPy and SciPy there."),
 ]
 Slots = Annotated[
     int, typer.Option(help="Number of calls executed in parallel; 0 means cores + 1.", min=0)

@@ -131,5 +131,6 @@ class ProgramEnvironment:
     async def close(self) -> None:
         """End the endpoint; a later rollout starts it again."""
         server, self._server = self._server, None
+        self._starting = asyncio.Lock()  # a lock belongs to one event loop
         if server is not None:
             await server.close()

@@ -272,6 +272,7 @@ class Scorer:
         session, sandbox = self.session, self.sandbox
         self._forget()
         self.sandbox = None
+        self.lock = asyncio.Lock()  # a lock belongs to one event loop
         if session is not None and sandbox is not None:
             try:
                 await sandbox.close_session(session)

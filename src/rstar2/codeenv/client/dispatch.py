@@ -350,6 +350,11 @@ class Dispatcher:
         call.attempts += counts
         if call.future.done():
             return None
+        if counts and call.pinned is not None:
+            message = f"{why}; a call of a session is never sent twice"
+            return self.resolve(
+                call, infrastructure_result(call.request, message, "", call.attempts)
+            )
         if call.attempts >= ATTEMPTS:
             message = f"failed after {call.attempts} attempts: {why}"
             return self.resolve(

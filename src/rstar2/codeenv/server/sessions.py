@@ -70,6 +70,7 @@ class Sessions:
         self._live: dict[str, SessionLease] = {}
         self._lost: OrderedDict[str, str] = OrderedDict()
         """Id -> why the session was lost."""
+        self._opening = 0
         self._sequence = 0
         self._janitor: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -81,7 +82,11 @@ class Sessions:
         """A fresh interpreter under a lease."""
         name = self._new_name(session)
         info = SessionInfo(name, self._ttl(ttl_s))
-        link = await self._workers.make("base", self.limits, session=True)
+        self._opening += 1
+        try:
+            link = await self._workers.make("base", self.limits, session=True)
+        finally:
+            self._opening -= 1
         family = SessionFamily(link, {name})
         if name in self._live:
             self._workers.drop(link)
@@ -252,7 +257,7 @@ class Sessions:
     def _new_name(self, wanted: str | None) -> str:
         if wanted is not None and wanted in self._live:
             raise _taken(wanted)
-        if len(self._live) >= self._config.sessions:
+        if len(self._live) + self._opening >= self._config.sessions:
             soonest = min((s.expires for s in self._live.values()), default=time.monotonic() + 1)
             raise QueueFullError(
                 f"{self._config.sessions} sessions are open, the most allowed; close one, or raise "
