@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 
@@ -16,8 +17,11 @@ from rstar2.errors import SessionLostError
 from rstar2.types import Outcome, ToolCall, ToolResult
 
 
-async def run(tool: OpenTool, number: int, code: str) -> ToolResult:
-    return await tool.call(ToolCall(f"c-{id(tool)}-{number}", "python", {"code": code}), 60.0)
+_numbers = itertools.count()  # the checks share one server, which runs each id once
+
+
+async def run(tool: OpenTool, code: str) -> ToolResult:
+    return await tool.call(ToolCall(f"c-{next(_numbers)}", "python", {"code": code}), 60.0)
 
 
 @pytest.mark.slow
@@ -35,8 +39,8 @@ async def test_python_and_sandboxed_functions_in_the_real_jail() -> None:
 async def check_fresh(sandbox: CodeEnvClient) -> None:
     """Without a session every call starts afresh."""
     tool = rstar2.python().open(sandbox)
-    assert (await run(tool, 0, "x = 5\nprint(x)")).stdout == "5\n"
-    assert (await run(tool, 1, "print(x)")).outcome is Outcome.EXCEPTION
+    assert (await run(tool, "x = 5\nprint(x)")).stdout == "5\n"
+    assert (await run(tool, "print(x)")).outcome is Outcome.EXCEPTION
     await tool.close()
 
 
@@ -46,9 +50,9 @@ async def check_session(sandbox: CodeEnvClient) -> None:
     assert python.spec.stateful
     assert "kept between calls" in python.spec.description
     first, second = python.open(sandbox), python.open(sandbox)
-    assert (await run(first, 0, "x = 5")).outcome is Outcome.NO_OUTPUT
-    assert (await run(first, 1, "print(x)")).stdout == "5\n"
-    assert (await run(second, 0, "print(x)")).outcome is Outcome.EXCEPTION
+    assert (await run(first, "x = 5")).outcome is Outcome.NO_OUTPUT
+    assert (await run(first, "print(x)")).stdout == "5\n"
+    assert (await run(second, "print(x)")).outcome is Outcome.EXCEPTION
     await first.close()
     await second.close()
     await python.open(sandbox).close()  # without a call there is no session to close
@@ -83,10 +87,10 @@ async def check_sandboxed(sandbox: CodeEnvClient) -> None:
 async def check_lost_session(sandbox: CodeEnvClient, server: LocalServer) -> None:
     """After its server was killed, a session is lost: no call runs in a fresh state."""
     tool = rstar2.python(session=True).open(sandbox)
-    assert (await run(tool, 0, "x = 5")).outcome is Outcome.NO_OUTPUT
+    assert (await run(tool, "x = 5")).outcome is Outcome.NO_OUTPUT
     assert server.pid is not None
     os.kill(server.pid, signal.SIGKILL)
     with pytest.raises(SessionLostError) as lost:
-        await run(tool, 1, "print(x)")
+        await run(tool, "print(x)")
     assert lost.value.name == "session_lost"
     await tool.close()
