@@ -145,7 +145,8 @@ class WorkerLink(asyncio.Protocol):
         if self._transport is None or not self.alive:
             raise WorkerLostError(f"worker {self.name} has ended")
         self._waiting = asyncio.get_running_loop().create_future()
-        self._transport.writelines([request.pack(), *parts])
+        # Not writelines: from Python 3.12 on, an empty part at the end keeps asyncio busy.
+        self._transport.write(b"".join((request.pack(), *parts)))
         self.calls += 1
         self.used_at = time.monotonic()
         try:
