@@ -38,7 +38,17 @@ KV_TOKENS = 65_536
 
 
 class RolloutFailure(InfrastructureError):
-    """A rollout was lost to infrastructure, or to an error of its environment."""
+    """A rollout was lost to infrastructure, or to an error of its environment: it has no reward.
+
+    `failure` has the name and the message of the cause. Agent.run raises it.
+
+    Example:
+
+        try:
+            rollout = await agent.run(problem)
+        except rstar2.RolloutFailure as error:
+            print(error.failure.name, error.failure.message)
+    """
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"{failure.name}: {failure.message}")
@@ -55,14 +65,32 @@ def train(
     run: str | Path | None = None,
     fresh: bool = False,
 ) -> TrainingResult:
-    """Train a policy on an environment, with the pipeline of `rstar2 train`.
+    """Train a policy on an environment, with the pipeline of `rstar2 train`: SFT, then RL stages,
+    and an evaluation on the held-out problems after each of them.
+
+    The call returns when the run has ended. The same call resumes an interrupted run after its last
+    checkpoint; for a finished run it returns the recorded result.
 
     environment: an environment, or a name as in a recipe
-    recipe: a shipped recipe, a YAML file, or a Recipe
-    steps: RL steps; only the first stage of the recipe is run, with this many
-    settings: overrides, such as "sft.steps=200"
-    run: the run directory; an interrupted run in it is resumed. The default is runs/NAME-seedN
-    fresh: delete an earlier run in the run directory
+    recipe: the name of a shipped recipe, a YAML file, or a Recipe; `environment` replaces its own
+    steps: number of RL steps; only the first stage of the recipe is run, with its limits
+        (`max_length`, `max_turns`). By default all stages are run
+    settings: settings to override, such as "sft.steps=200"; `rstar2 train RECIPE --dry-run` lists
+        all of them
+    seed: replaces the recipe's seed
+    run: the run directory; runs/NAME-seedN by default, with the name of the environment
+    fresh: delete an earlier run in the run directory instead of resuming it
+
+    Returns a TrainingResult with `path` (the run directory), `evaluations` (a list of Evaluation),
+    `exports` (model directories by stage, which transformers can load), `rl_steps` and `wall_s`.
+    Raises UserError before anything starts if the recipe, the environment or the machine does not
+    fit, also for the run directory of another environment or recipe. Raises InfrastructureError if
+    the run cannot continue; the same call resumes it.
+
+    Example:
+
+        run = rstar2.train(env, "tiny", steps=20, settings=["sft.steps=300"])
+        print(run.path, run.evaluations[-1].accuracy.mean)
     """
     plan = _recipe(recipe, settings, seed)
     if isinstance(environment, str):
@@ -115,9 +143,24 @@ def evaluate_model(
     max_turns: int = 10,
     seed: int = 0,
 ) -> Evaluation:
-    """Evaluate a model directory, or the export of a run's last stage, on the held-out problems.
+    """Evaluate a model on the held-out problems of an environment.
 
-    count: the first so many problems; samples: answers per problem; temperature 0 is greedy
+    model: a model directory, or a run directory (the export of its last stage)
+    environment: an environment
+    count: how many problems, from the first; all by default
+    samples: rollouts per problem
+    temperature: of sampling; 0 is greedy
+    max_length: most tokens of a rollout, prompt included
+    max_turns: most turns of a rollout
+    seed: of sampling
+
+    Returns an Evaluation. Its `accuracy` is the mean reward over problems with a 95% interval; for
+    rewards of 0 and 1 this is the share of correct answers. Raises UserError if there is no model.
+
+    Example:
+
+        figures = rstar2.evaluate_model("runs/cities-seed0", env, count=100, temperature=0)
+        print(figures.accuracy.mean, figures.accuracy.low, figures.accuracy.high)
     """
     problems = environment.problems("heldout", count, 0)
 
@@ -142,15 +185,22 @@ def evaluate_model(
 
 
 class Agent:
-    """A policy in an environment: runs one rollout after another, or many at the same time.
+    """A model in an environment, for single rollouts: one after another, or many at the same time.
 
-        async with rstar2.Agent("runs/tiny-seed0", env) as agent:
-            rollout = await agent.run("What is 48 choose 5?")
-            print(rollout.text, rollout.reward)
+    `async with` starts the engine, and the code environment if a tool needs it, and ends them.
 
     model: a model directory, or a run directory (the export of its last stage)
     environment: an environment, or a name as in a recipe
-    max_length: tokens of a rollout, prompt included
+    max_length: most tokens of a rollout, prompt included
+    max_turns: most turns of a rollout
+
+    Raises UserError if there is no model.
+
+    Example:
+
+        async with rstar2.Agent("runs/cities-seed0", env) as agent:
+            rollout = await agent.run(env.problems("heldout", 1, 0)[0])
+            print(rollout.text, rollout.reward.value)
     """
 
     def __init__(
@@ -210,9 +260,13 @@ class Agent:
     async def run(
         self, problem: Problem | str, *, seed: int = 0, temperature: float = 1.0
     ) -> Trajectory:
-        """One rollout with its reward; raises RolloutFailure if it was lost.
+        """Run one rollout and return it as a Trajectory with its reward.
 
-        A text has no answer to compare with, so its reward says nothing.
+        problem: a problem, or the text of one; a text has no answer, so its reward means nothing
+        seed: of sampling; the same seed gives the same rollout
+        temperature: of sampling; 0 is greedy
+
+        Raises RolloutFailure if the rollout was lost.
         """
         if isinstance(problem, str):
             problem = Problem("prompt", problem, "")

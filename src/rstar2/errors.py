@@ -37,7 +37,15 @@ from __future__ import annotations
 
 
 class RstarError(Exception):
-    """Base class of every error that rstar2 raises on purpose."""
+    """Base class of every error that rstar2 raises on purpose.
+
+    Example:
+
+        try:
+            rstar2.train(env, "tinny")
+        except rstar2.RstarError as error:
+            print(error.name, error)
+    """
 
     @property
     def name(self) -> str:
@@ -47,7 +55,13 @@ class RstarError(Exception):
 
 
 class UserError(RstarError):
-    """Bad input. The message names the field, the value and the way out."""
+    """Bad input: a recipe, a file, an argument. The message names the field, the value and the way
+    out. Commands exit with code 2.
+
+    Example:
+
+        rstar2.Environment([], reward=len)  # UserError: environment environment has no problems
+    """
 
 
 class RecipeError(UserError):
@@ -63,7 +77,20 @@ class CheckpointError(UserError):
 
 
 class InfrastructureError(RstarError):
-    """Neither the model's fault nor the user's: retried, then dropped and counted."""
+    """Neither the model's fault nor the user's: a server is gone, a wait timed out.
+
+    Raise it in a tool, a reply or a reward if the result says nothing about the model: the rollout
+    is retried, then dropped and counted. It never becomes a reward of 0.
+
+    Example:
+
+        @rstar2.tool
+        def price(item: str) -> float:
+            '''The price of an item.'''
+            if not shop.online:
+                raise rstar2.InfrastructureError("the shop is offline")
+            return shop.price(item)
+    """
 
 
 class DeadlineError(InfrastructureError):
@@ -75,7 +102,15 @@ class EngineError(InfrastructureError):
 
 
 class CodeEnvError(InfrastructureError):
-    """No code environment could execute a call."""
+    """No code environment could execute a call: the server is gone, or its queue is full.
+
+    Example:
+
+        try:
+            result = box.run("print(1)")
+        except rstar2.CodeEnvError as error:
+            print("an outage, not a result:", error)
+    """
 
 
 class QueueFullError(CodeEnvError):

@@ -243,12 +243,22 @@ def _wait(work: Coroutine[Any, Any, T]) -> T:
 
 
 class Sandbox:
-    """Runs untrusted Python in a jail; used with `with`, from any thread, also in a notebook.
+    """Runs untrusted Python in a jail, from any thread, also in a notebook.
 
-    `url` names a server (or several) elsewhere, and `token` its secret (default: the variable
-    RSTAR2_CODEENV_TOKEN). Without a URL a server is started on this machine with `slots` parallel
-    calls (default: one per core, plus one) at the given isolation level. Limits given here hold for
-    every call that sets none of its own.
+    url: a server elsewhere, or several; without it a server is started on this machine
+    token: the secret of that server; the variable RSTAR2_CODEENV_TOKEN by default
+    isolation: the level of a server that is started here; auto is the strictest one available
+    slots: parallel calls of a server that is started here; one per core and one more by default
+    limits: limits of every call that sets none of its own: `wall_s`, `cpu_s`, `memory_mb`,
+        `processes`, `file_mb`, `scratch_mb`, `output_chars`
+
+    A result is always about the program. Raises UserError for wrong arguments, and CodeEnvError if
+    no server could execute a call.
+
+    Example:
+
+        with rstar2.Sandbox(wall_s=10) as box:
+            print(box.run("print(6*7)").stdout)
     """
 
     def __init__(
@@ -287,10 +297,14 @@ class Sandbox:
         id: str | None = None,
         **limits: Unpack[CallLimits],
     ) -> ToolResult:
-        """Run one program.
+        """Run one program and return its ToolResult.
 
-        `files` are in its working directory when it starts; `result.files` has those that it
-        created or changed. A second call with the same `id` returns the first result.
+        code: the program
+        stdin: its standard input
+        files: files in its working directory when it starts, by relative path; `files` of the
+            result has those that it created or changed
+        id: the id of the call; a second call with the same id returns the first result
+        limits: limits of this call, such as `wall_s=2`
         """
         return _wait(self._calls.run(code, stdin, files, id, limits))
 
@@ -304,17 +318,26 @@ class Sandbox:
         progress: bool = True,
         **limits: Unpack[CallLimits],
     ) -> list[ToolResult]:
-        """Run many programs in parallel; results are in the order of the programs.
+        """Run many programs in parallel; the results have the order of the programs.
 
-        `stdin` is one text for all of them, or one per program. On a terminal, a progress bar
-        appears after two seconds.
+        programs: the programs
+        stdin: one text for all of them, or one per program
+        files: as in `run`, the same for all
+        concurrency: most programs in flight at the same time
+        progress: show a progress bar on a terminal after two seconds
+        limits: limits of every call
         """
         work = self._calls.map(list(programs), stdin, files, concurrency, progress, limits)
         return _wait(_first_error(work))
 
     def session(self, *, id: str | None = None, ttl_s: float | None = None) -> SandboxSession:
-        """An interpreter that keeps its state between calls. It expires `ttl_s` after its last
-        call."""
+        """Open an interpreter that keeps its state between calls.
+
+        It has `run`, `branch` (a copy in its current state) and `close`.
+
+        id: the id of the session
+        ttl_s: the session expires so many seconds after its last call
+        """
         return SandboxSession(self._calls, _wait(self._calls.open_session(id, ttl_s)))
 
 
@@ -369,7 +392,13 @@ async def _await(work: Coroutine[Any, Any, T]) -> T:
 
 
 class AsyncSandbox:
-    """`Sandbox` for coroutines: the same arguments and methods, awaited."""
+    """`Sandbox` for coroutines: the same arguments and methods, awaited.
+
+    Example:
+
+        async with rstar2.AsyncSandbox() as box:
+            result = await box.run("print(6*7)")
+    """
 
     def __init__(
         self,

@@ -53,38 +53,50 @@ VersionSpan = tuple[WeightVersion, int]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A question with a verifiable answer. `grader` names how an answer is checked."""
+    """A question with a verifiable answer.
 
-    id: str
-    prompt: str
-    answer: str
-    grader: str = "math"
-    kind: str = ""
-    source: str = ""
-    meta: Mapping[str, Any] = field(default_factory=dict)
+    Example:
+
+        problem = rstar2.Problem("7", "What is 6 times 7?", "42", meta={"level": 1})
+    """
+
+    id: str  #: Unique among the problems of an environment.
+    prompt: str  #: The user's message.
+    answer: str  #: The reference answer, as text.
+    grader: str = "math"  #: How python-math checks an answer.
+    kind: str = ""  #: Evaluations also report each kind on its own.
+    source: str = ""  #: The data set it comes from.
+    meta: Mapping[str, Any] = field(default_factory=dict)  #: Data of your own.
 
 
 # --------------------------------------------------------------------------- tool calls
 
 
 class Outcome(StrEnum):
-    """The outcome of one tool call. INFRASTRUCTURE is our fault and is never shown to the model."""
+    """The outcome of one tool call.
 
-    OK = "ok"
-    NO_OUTPUT = "no_output"
-    EXCEPTION = "exception"
-    SYNTAX_ERROR = "syntax_error"
-    TIMEOUT = "timeout"
-    MEMORY = "memory"
-    OUTPUT_LIMIT = "output_limit"
-    KILLED = "killed"
-    BAD_JSON = "bad_json"
-    UNKNOWN_TOOL = "unknown_tool"
-    BAD_ARGUMENTS = "bad_arguments"
-    INFRASTRUCTURE = "infrastructure"
+    Example:
+
+        with rstar2.Sandbox() as box:
+            assert box.run("1/0").outcome is rstar2.Outcome.EXCEPTION
+    """
+
+    OK = "ok"  #: The call succeeded and has a result.
+    NO_OUTPUT = "no_output"  #: The call succeeded and there is nothing to show.
+    EXCEPTION = "exception"  #: The program or the tool raised.
+    SYNTAX_ERROR = "syntax_error"  #: The program is not Python.
+    TIMEOUT = "timeout"  #: The call used up its wall or CPU time.
+    MEMORY = "memory"  #: The program needed more memory than its limit.
+    OUTPUT_LIMIT = "output_limit"  #: The program wrote far more than is kept, and was stopped.
+    KILLED = "killed"  #: A signal ended the program.
+    BAD_JSON = "bad_json"  #: The text between the tags of a tool call is not JSON.
+    UNKNOWN_TOOL = "unknown_tool"  #: The episode has no tool of this name.
+    BAD_ARGUMENTS = "bad_arguments"  #: The schema of the tool refuses the arguments.
+    INFRASTRUCTURE = "infrastructure"  #: The call was not executed; never shown to a model.
 
     @property
     def succeeded(self) -> bool:
+        """True for OK and NO_OUTPUT."""
         return self in (Outcome.OK, Outcome.NO_OUTPUT)
 
     @property
@@ -120,9 +132,8 @@ class ToolCall:
     """
 
     id: str
-    name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    """A JSON object that the tool's schema accepts."""
+    name: str  #: Of the tool.
+    arguments: Mapping[str, Any] = field(default_factory=dict)  #: As the tool's schema says.
     raw: str = ""
     error: Outcome | None = None
     message: str = ""
@@ -164,24 +175,28 @@ class Truncation:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The result of one call, as seen from outside the jail."""
+    """The result of one call, as seen from outside the jail.
+
+    Example:
+
+        with rstar2.Sandbox() as box:
+            result = box.run("print(6*7)")
+        assert result.outcome.succeeded and result.stdout == "42\\n"
+    """
 
     call_id: str
-    outcome: Outcome
-    stdout: str = ""
+    outcome: Outcome  #: How the call ended; policies read only this field.
+    stdout: str = ""  #: The program's output, or what a tool returned.
     stderr: str = ""
-    value: str | None = None
-    """repr of the last expression, as IPython shows it; only if nothing was printed."""
-    traceback: str = ""
-    """Trimmed to the program's own lines, with their source; empty if nothing was raised."""
-    message: str = ""
-    """One sentence about the outcome, for people and for the model (limits, parse errors)."""
+    value: str | None = None  #: repr of the last expression, if nothing was printed.
+    traceback: str = ""  #: The program's own lines, with their source, and what was raised.
+    message: str = ""  #: One sentence about the outcome, for people and for the model.
     truncated: Truncation = Truncation()
     exit_code: int | None = None
     signal: int | None = None
-    wall_s: float = 0.0
+    wall_s: float = 0.0  #: Seconds from start to end of the program.
     cpu_s: float = 0.0
-    peak_mb: float = 0.0
+    peak_mb: float = 0.0  #: Most memory that the program used.
     queue_s: float = 0.0
     isolation: str = ""
     server: str = ""
@@ -222,13 +237,11 @@ class Generation:
     versions: tuple[VersionSpan, ...]
     finish: Finish
     entropies: tuple[float, ...] | None = None
-    cached_tokens: int = 0
-    """Prompt tokens whose KV came from the cache."""
+    cached_tokens: int = 0  #: Prompt tokens whose KV came from the cache.
     queue_s: float = 0.0
     wall_s: float = 0.0
     engine: str = ""
-    preempted_s: float = 0.0
-    """Time spent preempted (its KV given to another request); 0 if the engine reports none."""
+    preempted_s: float = 0.0  #: Time spent preempted; 0 if the engine reports none.
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,18 +271,14 @@ class EngineLoad:
 class StopReason(StrEnum):
     """Why a rollout ended; every admitted rollout has exactly one."""
 
-    ANSWERED = "answered"
-    """The episode ended after a turn without a tool call, with an answer."""
-    NO_ANSWER = "no_answer"
-    """The episode ended after a turn without a tool call, without an answer."""
+    ANSWERED = "answered"  #: The episode ended after a turn without a tool call, with an answer.
+    NO_ANSWER = "no_answer"  #: As above, without an answer.
     MAX_TURNS = "max_turns"
     MAX_LENGTH = "max_length"
-    INVALID_CALLS = "invalid_calls"
-    """Too many calls in a row that could not be executed at all."""
+    INVALID_CALLS = "invalid_calls"  #: Too many calls in a row that could not be executed.
     ENGINE_FAILED = "engine_failed"
     TOOL_FAILED = "tool_failed"
-    ENVIRONMENT_FAILED = "environment_failed"
-    """The environment could not open the episode or reply to a turn."""
+    ENVIRONMENT_FAILED = "environment_failed"  #: It could not open the episode or reply.
     CANCELLED = "cancelled"
 
     @property
@@ -287,49 +296,51 @@ class StopReason(StrEnum):
 class Turn:
     """One assistant generation and the tokens appended after it."""
 
-    sampled_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    sampled_ids: tuple[int, ...]  #: The model's own tokens.
+    logprobs: tuple[float, ...]  #: Of each sampled token.
     versions: tuple[VersionSpan, ...]
-    calls: tuple[ToolCall, ...] = ()
-    results: tuple[ToolResult, ...] = ()
+    calls: tuple[ToolCall, ...] = ()  #: The tool calls in the text.
+    results: tuple[ToolResult, ...] = ()  #: One for each call.
     response_ids: tuple[int, ...] = ()
     """Tool response or the environment's reply, plus the header of the next assistant turn; masked
     out everywhere."""
-    text: str = ""
-    """Decoded text of the sampled ids, without the token that stopped the turn."""
-    reply: tuple[Message, ...] = ()
-    """The environment's reply to a turn without a call; empty if the episode ended."""
+    text: str = ""  #: Decoded text of the sampled ids, without the token that stopped the turn.
+    reply: tuple[Message, ...] = ()  #: The environment's reply to a turn without a call.
     entropies: tuple[float, ...] | None = None
     finish: Finish = Finish.STOP
     engine: str = ""
-    started_s: float = 0.0
-    """Seconds since the trajectory started; the next three are durations."""
+    started_s: float = 0.0  #: Seconds since the trajectory started; the next three are durations.
     queue_s: float = 0.0
     generate_s: float = 0.0
     tools_s: float = 0.0
     cached_tokens: int = 0
-    preempted_s: float = 0.0
-    """Part of `generate_s`."""
+    preempted_s: float = 0.0  #: Part of `generate_s`.
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """The worth of a finished episode, any finite number, with the answer that was graded."""
+    """The reward of a finished episode, with the answer that was graded.
 
-    value: float
-    answer: str | None = None
-    """None if the model gave no answer."""
-    grader: str = ""
-    """The name of what decided."""
+    A reward function may return one instead of a number.
+
+    Example:
+
+        def reward(episode):
+            return rstar2.Reward(0.5, answer=episode.answer, grader="half")
+    """
+
+    value: float  #: Any finite number.
+    answer: str | None = None  #: None if the model gave no answer.
+    grader: str = ""  #: The name of what decided.
     wall_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A failure that is not the model's fault. It has a name and never becomes a reward."""
+    """A failure that is not the model's fault. It never becomes a reward."""
 
-    name: str
-    message: str
+    name: str  #: A short name, by which failures are counted.
+    message: str  #: What happened, for people.
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,30 +387,32 @@ class TokenSegment:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One rollout, exact to the token. `reward` and `failure` are mutually exclusive."""
+    """One rollout, exact to the token. `reward` and `failure` are mutually exclusive.
+
+    Example:
+
+        for turn in rollout.turns:
+            print(turn.text, [call.name for call in turn.calls], [r.outcome for r in turn.results])
+        print(rollout.stop, rollout.answer, rollout.reward.value)
+    """
 
     id: str
     problem_id: str
     group_id: str
     seed: int
-    prompt_ids: tuple[int, ...]
-    turns: tuple[Turn, ...]
-    stop: StopReason
-    answer_tags: int = 0
-    """How often the model answered, as its environment counts (such as <answer> tags)."""
-    format_penalty: float = 0.0
-    """RoC's p_format, as its environment defines it."""
-    text: str = ""
-    """Decoded completion (turns and tool responses), for people; never read by policies."""
-    answer: str | None = None
-    """The answer that is graded, as its environment reads it from the sampled text."""
-    reward: Reward | None = None
-    failure: Failure | None = None
+    prompt_ids: tuple[int, ...]  #: Tokens of the first prompt.
+    turns: tuple[Turn, ...]  #: The model's turns, in order.
+    stop: StopReason  #: Why the rollout ended, such as `answered` or `max_turns`.
+    answer_tags: int = 0  #: How often the model answered, as its environment counts.
+    format_penalty: float = 0.0  #: RoC's p_format, as its environment defines it.
+    text: str = ""  #: Decoded completion with tool responses, for people; policies never read it.
+    answer: str | None = None  #: The answer that is graded, as its environment reads it.
+    reward: Reward | None = None  #: `reward.value` is the number.
+    failure: Failure | None = None  #: Why there is no reward: not the model's fault.
     started_at: float = 0.0
     wall_s: float = 0.0
     attempts: int = 1
-    more_segments: tuple[TokenSegment, ...] = ()
-    """Further segments of the same rollout; they share its reward and advantage."""
+    more_segments: tuple[TokenSegment, ...] = ()  #: They share the reward and the advantage.
 
     @property
     def segments(self) -> tuple[TokenSegment, ...]:
@@ -444,6 +457,7 @@ class Trajectory:
 
     @property
     def failed_calls(self) -> int:
+        """Tool calls that failed by the model's fault."""
         return sum(r.outcome.failed for r in self.results)
 
     @property
@@ -492,8 +506,7 @@ class Choice:
     reward: float
     p_err: float
     p_format: float
-    weight: float
-    """Relative weight in the draw (positives: 1 / (epsilon + p_total); negatives: 1)."""
+    weight: float  #: In the draw: 1 / (epsilon + p_total) for positives, 1 for negatives.
 
 
 @dataclass(frozen=True, slots=True)
@@ -575,35 +588,29 @@ class Conversation:
 class Estimate:
     """A mean with its 95% confidence interval over `count` independent problems."""
 
-    mean: float
-    low: float
-    high: float
-    count: int
+    mean: float  #: Mean over problems.
+    low: float  #: Lower end of the interval.
+    high: float  #: Upper end of the interval.
+    count: int  #: Number of problems.
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """The evaluation of one policy on held-out problems in one mode (`greedy` or `sampled`)."""
 
-    stage: str
-    """The stage that it follows: `sft` or the name of an RL stage."""
+    stage: str  #: The stage that it follows: `sft` or the name of an RL stage.
     step: int
-    mode: str
-    accuracy: Estimate
-    kinds: Mapping[str, Estimate]
-    """Accuracy per kind of problem; empty if problems have no kinds."""
+    mode: str  #: `greedy` or `sampled`.
+    accuracy: Estimate  #: The mean reward; for rewards of 0 and 1 the share of correct answers.
+    kinds: Mapping[str, Estimate]  #: Accuracy per kind of problem; empty if problems have no kinds.
     failing_calls_in_correct: float | None
     """Failed calls / calls inside correct trajectories; None if those made no call."""
-    tool_errors: float | None
-    """Failed calls / calls over all trajectories; None if there was no call."""
-    mean_length: float
-    """Completion tokens per trajectory, tool responses included."""
+    tool_errors: float | None  #: Failed calls / calls; None if there was no call.
+    mean_length: float  #: Completion tokens per trajectory, tool responses included.
     mean_turns: float
-    truncated: float
-    """Share of trajectories that hit the length limit."""
+    truncated: float  #: Share of trajectories that hit the length limit.
     wall_s: float = 0.0
-    valid_calls: float | None = None
-    """Calls that could be executed / calls; None if there was no call."""
+    valid_calls: float | None = None  #: Executed calls / calls; None if there was no call.
 
 
 # --------------------------------------------------------------------------- wire

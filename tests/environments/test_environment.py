@@ -117,10 +117,44 @@ def test_a_game_replies_until_it_ends_and_keeps_its_state() -> None:
     assert trajectory.turns[-1].response_ids == ()
 
 
+def test_a_reply_sees_the_turns_with_tool_calls_too() -> None:
+    def look(place: str) -> str:
+        """Look somewhere."""
+        return f"nothing in {place}"
+
+    def reply(episode: EpisodeView) -> str | None:
+        seen.append([[call.name for call in turn.calls] for turn in episode.turns])
+        return None if len(seen) == 2 else "Look again."
+
+    seen: list[list[list[str]]] = []
+    env = rstar2.Environment(CITIES, right, tools=[look], reply=reply)
+    roll(env, [call_text("look", {"place": "Rome"}), "3", "4"])
+    assert seen == [[["look"], []], [["look"], [], []]]
+
+
+def test_tools_share_their_state_with_the_reward() -> None:
+    def tools(episode: EpisodeView) -> list[Callable[..., Any]]:
+        def add(item: str) -> int:
+            """Put an item into the cart."""
+            cart = episode.state.setdefault("cart", [])
+            cart.append(item)
+            return len(cart)
+
+        return [add]
+
+    def bought(episode: EpisodeView) -> int:
+        return len(episode.state["cart"])
+
+    env = rstar2.Environment(CITIES, bought, tools=tools)
+    trajectory, _ = roll(env, [call_text("add", {"item": "fig"}) * 2, "done"])
+    assert trajectory.reward is not None
+    assert trajectory.reward.value == 2
+
+
 def test_tools_may_depend_on_the_problem_and_are_made_for_every_episode() -> None:
     made = []
 
-    def tools(problem: Problem) -> list[Callable[..., Any]]:
+    def tools(episode: EpisodeView) -> list[Callable[..., Any]]:
         count = 0
 
         def step() -> int:
@@ -129,7 +163,7 @@ def test_tools_may_depend_on_the_problem_and_are_made_for_every_episode() -> Non
             count += 1
             return count
 
-        made.append(problem.meta["city"])
+        made.append(episode.problem.meta["city"])
         return [step]
 
     env = rstar2.Environment(CITIES, right, tools=tools)
@@ -273,7 +307,7 @@ def test_a_reply_that_fails_loses_the_rollout(
 
 
 def test_an_episode_that_cannot_open_is_a_failure() -> None:
-    def tools(problem: Problem) -> list[Callable[..., Any]]:
+    def tools(episode: EpisodeView) -> list[Callable[..., Any]]:
         raise LookupError("no board for this problem")
 
     trajectory, generator = roll(rstar2.Environment(CITIES, right, tools=tools), ["4"])

@@ -19,7 +19,7 @@ from rstar2.environments.load import (
     recipe_problems,
 )
 from rstar2.environments.python_math import PythonMath
-from rstar2.errors import RecipeError
+from rstar2.errors import RecipeError, UserError
 from rstar2.record import RunDirectory
 
 MODULE = """
@@ -147,6 +147,38 @@ def test_check_shows_prompt_schemas_errors_and_reward(
     assert "reward 1, format penalty 0" in shown.output
 
 
+def test_check_plays_a_wrong_rollout_and_shows_a_demonstration(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "towns.py").write_text(
+        MODULE + "env = rstar2.Environment([{'prompt': 'Twice 1?', 'answer': 2}], right,\n"
+        "    reply=lambda episode: None if episode.answer == '2' else 'No.',\n"
+        "    demonstrations=lambda problem, rng: ['1', 'No.', '2'])\n"
+    )
+    shown = CliRunner().invoke(app, ["check", "towns:env"])
+    assert shown.exit_code == 0, shown.output
+    demonstration, right, wrong = shown.output.split("\n# ")[1:]
+    assert demonstration.endswith("## assistant\n1\n\n## user\nNo.\n\n## assistant\n2\n")
+    assert right.count("## assistant\n2") == 1
+    assert "reward 1," in right
+    assert wrong.count("## assistant\nI do not know.\n\n## user\nNo.") == 3
+    assert "## End: max_turns" in wrong
+    assert "reward 0," in wrong
+
+
+def test_check_finds_a_reward_that_cannot_read_a_wrong_answer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "towns.py").write_text(
+        MODULE.replace("episode.answer ==", "int(episode.answer) + 0 * ")
+    )
+    shown = CliRunner().invoke(app, ["check", "towns:env"])
+    assert shown.exit_code == 1
+    assert "lost: reward: reward raised ValueError" in shown.output
+
+
 def test_check_fails_if_the_reward_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     (folder / "towns.py").write_text(MODULE.replace("episode.problem.answer", "1 / 0"))
@@ -162,3 +194,10 @@ def test_try_plays_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert shown.exit_code == 0, shown.output
     assert "## look: ok\nROME" in shown.output
     assert "reward 1," in shown.output
+
+
+def test_try_ends_with_its_input(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    shown = CliRunner().invoke(app, ["try", "towns:env"], input='/call look {"city": "Rome"}\n\n')
+    assert isinstance(shown.exception, UserError)
+    assert str(shown.exception) == "the input ended before the episode did, so there is no reward"

@@ -16,7 +16,6 @@ from rstar2.environments.base import OpenTool
 from rstar2.errors import SessionLostError
 from rstar2.types import Outcome, ToolCall, ToolResult
 
-
 _numbers = itertools.count()  # the checks share one server, which runs each id once
 
 

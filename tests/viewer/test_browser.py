@@ -11,6 +11,7 @@ from urllib.parse import quote
 import pytest
 
 from rstar2.record import RunDirectory, read_groups, read_metrics
+from rstar2.report.summary import percent
 from tests.viewer.nasty import HOSTILE, recipe, write_plain, write_step
 from tests.viewer.served import serving
 
@@ -74,6 +75,15 @@ def test_curves_of_a_real_run_answer_what_people_ask(page: Page, url: str) -> No
     legend = page.locator("figure[data-chart='Accuracy by kind'] .legend").inner_text()
     assert "even" in legend
     assert "odd" in legend
+
+
+def test_the_viewer_rounds_as_the_report_does(page: Page, url: str) -> None:
+    values = [n / 480 for n in range(481)] + [n / 1000 for n in range(1001)] + [-0.5, 2.5, 12.34]
+    open_page(page, f"{url}/run/real")
+    shown = page.evaluate(
+        "async values => values.map((await import('/static/format.js')).percent)", values
+    )
+    assert shown == [percent(value) for value in values]
 
 
 def test_a_click_on_a_curve_opens_the_step(page: Page, url: str) -> None:

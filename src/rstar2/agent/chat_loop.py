@@ -133,7 +133,7 @@ class ChatLoop:
             self.failure = calls.failure
             return replace(turn, results=tuple(results)), stop
         try:
-            reply = await ask_reply(episode, turn, self.agent)
+            reply = await ask_reply(episode, (*self.turns, turn), self.agent)
         except EpisodeError as error:
             self.failure = error.failure
             return turn, StopReason.ENVIRONMENT_FAILED

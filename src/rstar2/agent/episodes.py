@@ -268,11 +268,11 @@ def stop_before_calls(
 
 
 async def ask_reply(
-    episode: EpisodeProtocol, turn: Turn, agent: AgentConfig
+    episode: EpisodeProtocol, turns: Sequence[Turn], agent: AgentConfig
 ) -> tuple[Message, ...] | None:
-    """The environment's reply to a turn without a call; None ends the episode."""
+    """The environment's reply to the last turn, which has no call; None ends the episode."""
     deadline_s = agent.tool_deadline_s
-    reply = await guarded("environment", "reply", episode.reply(turn), deadline_s)
+    reply = await guarded("environment", "reply", episode.reply(turns), deadline_s)
     if reply is None:
         return None
     if not reply or any(not isinstance(m, Message) or m.role != "user" for m in reply):

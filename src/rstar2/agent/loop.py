@@ -240,7 +240,7 @@ class _TokenLoop:
         self, index: int, turn: Turn, *, last_turn: bool
     ) -> tuple[Turn, StopReason | None]:
         try:
-            reply = await ask_reply(self.episode, turn, self.agent)
+            reply = await ask_reply(self.episode, (*self.turns, turn), self.agent)
         except EpisodeError as error:
             self.failure = error.failure
             return turn, StopReason.ENVIRONMENT_FAILED

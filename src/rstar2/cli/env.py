@@ -8,9 +8,11 @@ rstar2 env try python-math
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 import json
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,6 +38,8 @@ app = typer.Typer(
 )
 
 MAX_TOKENS = 1 << 20
+SCRIPTED_TURNS = 4
+WRONG_TURN = "I do not know."
 
 Name = Annotated[
     str, typer.Argument(help="A name from `rstar2 env list`, or module:attribute.", metavar="NAME")
@@ -60,17 +64,29 @@ def list_() -> None:
 
 @app.command()
 def check(name: Name, arg: Args = None, problem: Number = 0) -> None:
-    """Open an episode, call each tool with wrong arguments, and run a scripted rollout."""
+    """Open an episode, call each tool with wrong arguments, and run two scripted rollouts: one that
+    writes the problem's answer, and one that does not. Show a demonstration if there are any."""
     environment = load(name, arg or [])
 
     async def work() -> bool:
         async with opened(environment, problem) as (given, episode, sandbox):
             show_prompt(environment, given, episode)
             await call_wrongly(episode)
-            typer.echo("\n## A scripted rollout")
-            script = iter(scripted_turns(environment, given, episode))
-            trajectory = await rollout(environment, given, sandbox, lambda: next(script), 4)
-        return report(trajectory)
+            show_demonstration(environment)
+            scripts = {
+                "A scripted rollout with the right answer": right_turns(
+                    environment, given, episode
+                ),
+                "A scripted rollout without an answer": itertools.repeat(WRONG_TURN),
+            }
+            complete = True
+            for title, script in scripts.items():
+                typer.echo(f"\n# {title}")
+                trajectory = await rollout(
+                    environment, given, sandbox, functools.partial(next, script), SCRIPTED_TURNS
+                )
+                complete = report(trajectory) and complete
+        return complete
 
     if not asyncio.run(work()):
         raise typer.Exit(1)
@@ -174,10 +190,18 @@ async def call_wrongly(episode: EpisodeProtocol) -> None:
             typer.echo(f"{tool.name}: {result.outcome}{note}: {tool_text(result)}")
 
 
-def scripted_turns(
+def show_demonstration(environment: EnvironmentProtocol) -> None:
+    """Print the first demonstration for SFT, if the environment has any."""
+    for conversation in environment.demonstrations(1, 0):
+        typer.echo("\n# A demonstration for SFT")
+        for message in conversation.messages:
+            typer.echo(f"\n## {message.role}\n{message.content}")
+
+
+def right_turns(
     environment: EnvironmentProtocol, problem: Problem, episode: EpisodeProtocol
-) -> list[str]:
-    """An example call of the first tool, then the problem's own answer."""
+) -> Iterator[str]:
+    """An example call of the first tool, then the problem's own answer in every turn."""
     from rstar2.environments.python_math import PythonMath
 
     answer = problem.answer
@@ -186,7 +210,7 @@ def scripted_turns(
     if episode.answer_tags is not None:
         answer = f"{episode.answer_tags[0]}{answer}{episode.answer_tags[1]}"
     calls = [f"<tool_call>\n{tool.example}\n</tool_call>" for tool in episode.tools[:1]]
-    return [*calls, answer, answer, answer]
+    return itertools.chain(calls, itertools.repeat(answer))
 
 
 def report(trajectory: Trajectory) -> bool:
@@ -256,7 +280,7 @@ async def rollout(
 
 
 def read_turn() -> str:
-    """A turn from standard input, up to an empty line; its end ends the input."""
+    """A turn from standard input, up to an empty line or the end of the input."""
     from rstar2.environments.tools import call_text
 
     if sys.stdin.isatty():
@@ -275,4 +299,6 @@ def read_turn() -> str:
                 typer.echo(f"/call {name}: the arguments are no JSON object: {error}")
             continue
         lines.append(line.rstrip("\n"))
+    if not lines:
+        raise UserError("the input ended before the episode did, so there is no reward")
     return "\n".join(lines)

@@ -391,7 +391,16 @@ class ClusterConfig(Section):
 
 
 class Recipe(Section):
-    """A complete run."""
+    """A complete run: the typed form of a recipe file. Unknown keys and wrong types are errors.
+
+    `rstar2 train RECIPE --dry-run` prints every setting of a recipe and its origin;
+    `rstar2.config.load_recipe(NAME_OR_FILE).recipe` reads one.
+
+    Example:
+
+        stage = {"name": "short", "steps": 20, "max_length": 256, "max_turns": 4}
+        recipe = rstar2.Recipe(name="mine", rl={"prompts_per_step": 8, "stages": [stage]})
+    """
 
     name: str
     seed: int = 0

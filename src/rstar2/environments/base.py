@@ -230,8 +230,9 @@ class EpisodeProtocol(Protocol):
         """
         ...
 
-    async def reply(self, turn: Turn) -> Sequence[Message] | None:
-        """The user's messages after a turn without a call; None ends the episode."""
+    async def reply(self, turns: Sequence[Turn]) -> Sequence[Message] | None:
+        """The user's messages after the last of all turns, which has no call; None ends the
+        episode."""
         ...
 
     def answer(self, turns: Sequence[Turn]) -> Answer:

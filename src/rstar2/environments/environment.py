@@ -10,7 +10,7 @@
 The functions that a person gives (`reward`, `reply`) take an EpisodeView: the problem, the turns so
 far, the answer, and `state`, a dict of their own. Plain functions run in a thread, async ones on
 the event loop. Tools with a state of their own are made per episode: `tools` may be a function of
-the problem.
+the episode.
 """
 
 from __future__ import annotations
@@ -47,24 +47,32 @@ from rstar2.types import (
 AnyTool = Tool | Callable[..., Any] | str
 """A tool, a function that becomes one, or a name: `python`, `python-session`, or `mcp:...` for
 the tools of an MCP server."""
-Tools = Sequence[AnyTool] | Callable[[Problem], Sequence[AnyTool]]
 MakeDemonstration = Callable[[Problem, random.Random], Sequence[str]]
 
 
 @dataclass(slots=True)
 class EpisodeView:
-    """An episode as the functions of an environment see it."""
+    """An episode as the functions of an environment see it: `reward`, `reply` and `tools`.
+
+    Example:
+
+        def reward(episode: rstar2.EpisodeView) -> float:
+            calls = [call.name for turn in episode.turns for call in turn.calls]
+            return float(episode.answer == episode.problem.answer) - 0.1 * len(calls)
+    """
 
     problem: Problem
+    """With `prompt`, `answer` and your own data in `meta`."""
     seed: int
+    """The rollout's own seed; use it for everything random."""
     turns: Sequence[Turn] = ()
-    """The model's turns so far; `turns[-1].text` is what it said last."""
+    """The model's turns so far, each with `text`, `calls` and `results`."""
     answer: str = ""
     """The text of the last turn, or what stands between the answer tags."""
     trajectory: Trajectory | None = None
     """The whole rollout; only for the reward."""
     state: dict[str, Any] = field(default_factory=dict)
-    """For the environment's own use; private to the episode."""
+    """For your own use; private to the episode, and shared by its functions."""
 
     @property
     def text(self) -> str:
@@ -72,25 +80,42 @@ class EpisodeView:
         return self.turns[-1].text if self.turns else ""
 
 
-class Environment:
-    """A task for the agent: problems, tools, replies and a reward.
+Tools = Sequence[AnyTool] | Callable[[EpisodeView], Sequence[AnyTool]]
 
-    problems: a JSONL file, a list of problems or dicts (`prompt`, `answer`, ...), or a function
-        of (split, seed) that returns such a list; of a file or list one problem in eight is held
-        out for evaluation
-    reward: a function of the finished episode; returns a finite number (or a bool)
-    tools: tools and functions, or a function of the problem that returns them; none by default
+
+class Environment:
+    """A task: problems, tools, replies and a reward.
+
+    problems: a JSONL file (relative to the current directory), a list of problems or dicts
+        (`prompt`, `answer`, `id`, `kind`; other keys become `meta`), or a function of (split,
+        seed) that returns such a list, where split is "train" or "heldout". Of a file or list one
+        problem in eight is held out for evaluation
+    reward: a function of the finished episode that returns any finite number; plain or async
+    tools: tools and functions, or a function of the episode that returns them; it is called once
+        for every episode, so such tools may have a state of their own
     system: the system message, or a function of the problem
-    reply: a function of the episode, called after a turn without a tool call; returns the next
+    reply: a function of the episode, called after every turn without a tool call: returns the next
         user message, or None to end. Without it the first such turn ends the episode
     format_penalty: a function of the trajectory for RoC's p_format; by default the paper's for
         tagged answers, else 0
-    demonstrations: a function of (problem, random.Random) for SFT; returns the texts of a
-        conversation: the model's turn, the response to it, the model's turn, ...
+    demonstrations: a function of (problem, random.Random) for SFT: returns a list of texts, the
+        model's turn, the response to it, the model's turn, ..., that ends with a turn.
+        `tool.call_text(...)` writes a tool call
     answer_tags: tags around the answer, such as ("<answer>", "</answer>"); without them the last
         turn is the answer
-    prefill: the beginning of every first turn
-    name: for records and messages
+    prefill: the beginning of every first turn, which the model reads instead of sampling it
+    name: for records, messages and the default run directory
+
+    Raises UserError if an argument cannot work: problems that cannot be read, two tools with one
+    name, a tool whose signature has no schema. Errors of your functions during a rollout are named
+    failures of that rollout.
+
+    Example:
+
+        env = rstar2.Environment(
+            [{"prompt": f"Twice {n}?", "answer": 2 * n} for n in range(100)],
+            reward=lambda episode: episode.answer == episode.problem.answer,
+        )
     """
 
     def __init__(
@@ -114,7 +139,7 @@ class Environment:
         self._reply, self._penalty = reply, format_penalty
         self._demonstrate = demonstrations
         self._problems = ProblemList(problems, name)
-        self._tools: tuple[Tool, ...] | Callable[[Problem], Sequence[AnyTool]]
+        self._tools: tuple[Tool, ...] | Callable[[EpisodeView], Sequence[AnyTool]]
         self._tools = tools if callable(tools) else make_tools(tools)
 
     def __repr__(self) -> str:
@@ -122,16 +147,21 @@ class Environment:
 
     @property
     def needs_sandbox(self) -> bool:
-        """Whether a tool needs the code environment; tools made per problem may."""
+        """Whether a tool needs the code environment; tools made per episode may."""
         return callable(self._tools) or any(tool.needs_sandbox for tool in self._tools)
 
     def problems(self, split: Split, count: int | None, seed: int) -> Sequence[Problem]:
-        """At most `count` problems of a split."""
+        """At most `count` problems of a split, in their order; None means all.
+
+        split: "train" or "heldout"
+        count: how many, from the first
+        seed: what a function of (split, seed) gets; a file or list does not depend on it
+        """
         return self._problems.take(split, count, seed)
 
-    def tools(self, problem: Problem) -> tuple[Tool, ...]:
+    def tools(self, view: EpisodeView) -> tuple[Tool, ...]:
         """The tools of one episode."""
-        return make_tools(self._tools(problem)) if callable(self._tools) else self._tools
+        return make_tools(self._tools(view)) if callable(self._tools) else self._tools
 
     def messages(self, problem: Problem) -> tuple[Message, ...]:
         """What the model reads first."""
@@ -177,7 +207,7 @@ class Environment:
             else:
                 called = "<tool_call>" in texts[number - 1]
                 messages.append(Message("tool" if called else "user", text))
-        tools = tuple(tool.spec.signature for tool in self.tools(problem))
+        tools = tuple(tool.spec.signature for tool in self.tools(EpisodeView(problem, 0)))
         return Conversation(f"{self.name}-{index}", tuple(messages), tools, source=self.name)
 
     async def reply(self, view: EpisodeView) -> Sequence[Message] | None:
@@ -205,7 +235,7 @@ class Episode:
         self._environment = environment
         self._view = EpisodeView(problem, seed)
         self.messages: Sequence[Message] = environment.messages(problem)
-        tools = environment.tools(problem)
+        tools = environment.tools(self._view)
         self.tools: Sequence[ToolSpec] = tuple(tool.spec for tool in tools)
         self._open: dict[str, OpenTool] = {tool.spec.name: tool.open(sandbox) for tool in tools}
 
@@ -217,11 +247,11 @@ class Episode:
         """Run a call with its tool."""
         return await self._open[call.name].call(call, deadline_s)
 
-    async def reply(self, turn: Turn) -> Sequence[Message] | None:
+    async def reply(self, turns: Sequence[Turn]) -> Sequence[Message] | None:
         """Ask the environment's reply function."""
         view = self._view
-        view.turns = (*view.turns, turn)
-        view.answer = self._answer_of(turn.text) or ""
+        view.turns = tuple(turns)
+        view.answer = self._answer_of(turns[-1].text) or ""
         return await self._environment.reply(view)
 
     def _answer_of(self, text: str) -> str | None:

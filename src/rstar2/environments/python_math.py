@@ -118,7 +118,7 @@ class PythonMathEpisode:
         """Run the code of a call."""
         return await OpenPython(self.sandbox).call(call, deadline_s)
 
-    async def reply(self, turn: Turn) -> None:
+    async def reply(self, turns: Sequence[Turn]) -> None:
         """A turn without a call is the last one."""
 
     def answer(self, turns: Sequence[Turn]) -> Answer:

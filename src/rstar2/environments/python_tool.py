@@ -122,5 +122,10 @@ def python(*, session: bool = False, name: str = TOOL_NAME) -> PythonTool:
     """A tool that runs the model's Python in the code environment.
 
     session: keep variables between the calls of an episode; otherwise every call starts afresh
+    name: the tool's name
+
+    Example:
+
+        env = rstar2.Environment("problems.jsonl", reward, tools=[rstar2.python(session=True)])
     """
     return PythonTool(python_spec(name, session=session))

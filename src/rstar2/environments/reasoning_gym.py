@@ -30,7 +30,7 @@ from typing import Any
 
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.environments.base import SandboxClient
-from rstar2.environments.environment import Environment, Episode, Tools
+from rstar2.environments.environment import Environment, Episode, EpisodeView, Tools
 from rstar2.environments.python_tool import PythonTool
 from rstar2.errors import DataError, InfrastructureError, InvariantError, UserError
 from rstar2.seeds import derive_seed
@@ -348,7 +348,8 @@ class ReasoningGym(Environment):
     def _demonstration(self, problem: Problem, rng: random.Random) -> Sequence[str]:
         """A conversation in the right format, mostly with a wrong answer."""
         right = rng.random() < (self._right_share or 0.0)
-        tool = next((t for t in self.tools(problem) if isinstance(t, PythonTool)), None)
+        tools = self.tools(EpisodeView(problem, 0))
+        tool = next((t for t in tools if isinstance(t, PythonTool)), None)
         if tool is not None and problem.kind in PROGRAMS:
             return _tool_demonstration(problem, tool, rng, right=right)
         if not self._others:

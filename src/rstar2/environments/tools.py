@@ -181,11 +181,29 @@ def tool(
     sandboxed: bool = False,
     stateful: bool = False,
 ) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
-    """Make a tool of a function: `@tool`, or `@tool(timeout_s=5)`.
+    """Make a function a tool: `@rstar2.tool`, or `@rstar2.tool(timeout_s=5)`.
 
+    The schema that the model reads comes from the signature and the docstring: the first paragraph
+    describes the tool, a line `name: text` one of its parameters. The function stays callable, and
+    `call_text(**arguments)` writes a call as the model does, for demonstrations.
+
+    name: the tool's name; the function's by default
     timeout_s: longest time of a call; agent.tool_deadline_s is the upper limit
-    sandboxed: run the function's source in the code environment
-    stateful: calls of one turn run one after another
+    sandboxed: run the function's source in the code environment; it must import and define
+        everything inside
+    stateful: the calls of one turn run one after another instead of at the same time
+
+    Raises UserError for a parameter that has no type, or a type without a JSON schema.
+
+    Example:
+
+        @rstar2.tool
+        def population(city: str, year: int = 2020) -> int:
+            '''How many people live in a city.
+
+            city: its English name
+            '''
+            return TABLE[city, year]
     """
 
     def make(function: Callable[..., Any]) -> FunctionTool:

@@ -110,10 +110,27 @@ def resample_on_correct(
     min_negatives: int = 1,
     threshold: float = 0.5,
 ) -> list[int]:
-    """Indices of the rollouts of one problem to learn from, in their order.
+    """Choose the rollouts of one problem to learn from, by resampling on correct.
 
-    Works on plain numbers, so that any trainer can use it: `rewards` above `threshold` are
-    successes, `penalties` is p_err + p_format of each rollout.
+    A pure function of plain numbers, so that any trainer can use it; it needs no torch.
+
+    rewards: one per rollout; those above `threshold` are successes
+    penalties: p_err + p_format of each rollout; successes are drawn with weight
+        1 / (epsilon + penalty), failures uniformly
+    keep: how many rollouts to choose
+    seed: of the draw
+    epsilon: bounds the weight of a rollout without penalties
+    min_positives: fewest successes, if there are any
+    min_negatives: fewest failures, if there are any
+    threshold: a success has a reward above it
+
+    Returns the chosen indices in ascending order. Raises UserError if the lengths differ or `keep`
+    is below 1.
+
+    Example:
+
+        kept = rstar2.resample_on_correct([1, 1, 0, 0], [0.0, 0.5, 0.0, 0.5], keep=2, seed="step1")
+        assert len(kept) == 2
     """
     if len(rewards) != len(penalties):
         raise UserError(f"{len(rewards)} rewards but {len(penalties)} penalties")

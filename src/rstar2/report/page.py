@@ -228,7 +228,7 @@ def _reward_figure(summary: Summary) -> Figure:
     """Rewards of 0 to 1 as shares, other rewards as numbers."""
     rewards = [y for stage in summary.stages for y in stage.y("reward") if y is not None]
     if all(0.0 <= reward <= 1.0 for reward in rewards):
-        note = "Share of correct answers among all rollouts of a step."
+        note = "Mean reward of all rollouts of a step."
         return _curve(summary, "Reward", note, {"reward": "reward"}, svg.percent, (0.0, 1.0))
     note = "Mean over all rollouts of a step."
     return _curve(summary, "Reward", note, {"reward": "reward"}, svg.number, None)

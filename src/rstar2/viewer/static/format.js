@@ -1,6 +1,13 @@
 // Numbers as text.
 
-export const percent = (v) => v === null || v === undefined ? "–" : `${(100 * v).toFixed(1).replace(/\.0$/, "")}%`;
+// As report/summary.py rounds: ties (only x.25 and x.75 are exact ones) go to the even digit, and what
+// is no share, such as a reward of 2.5, is shown as a number.
+export function percent(v) {
+  if (v === null || v === undefined) return "–";
+  if (v < 0 || v > 1) return String(Number(v.toPrecision(3)));
+  const x = 100 * v;
+  return `${(x % 1 === 0.25 ? x - 0.05 : x).toFixed(1).replace(/\.0$/, "")}%`;
+}
 
 export function number(v) {
   if (v === null || v === undefined) return "–";

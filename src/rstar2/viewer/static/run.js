@@ -124,7 +124,7 @@ function sections(run, about, curves, joined, context, after) {
   const sft = curves.stages.sft;
   const groups = [
     ["learning", "Is it learning?", [
-      chart("Reward", "Share of correct answers among all rollouts of a step. Click a step to open it.", [["reward", "reward"]], percent, [0, 1]),
+      chart("Reward", "Mean reward of all rollouts of a step. Click a step to open it.", [["reward", "reward"]], percent, [0, 1]),
       heldOut(about, spans),
       chart("Accuracy by kind", "Training rollouts by kind of problem.", startingWith("accuracy/"), percent, [0, 1]),
       chart("Groups", "Groups per step. Groups with equal rewards are dropped and replaced.", [["groups/used", "used"], ["groups/dropped", "dropped"], ["groups/refilled", "replacements"]], number, null, { plain: true }),

@@ -7,7 +7,7 @@ import { figure, spark } from "/static/chart.js";
 import { status } from "/static/parts.js";
 
 const COMPARED = [
-  ["reward", "Reward", "Share of correct answers among all rollouts of a step.", percent, [0, 1]],
+  ["reward", "Reward", "Mean reward of all rollouts of a step.", percent, [0, 1]],
   ["failing_calls_in_correct", "Tool-error rate in correct rollouts", "Failed tool calls as a share of all tool calls.", percent, [0, 0.1]],
   ["response_length", "Response length", "Tokens, tool output included.", number, null],
   ["entropy", "Entropy", "Mean per sampled token, in nats.", number, null],
