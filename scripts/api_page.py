@@ -213,7 +213,8 @@ def joined(text: str) -> Iterator[str]:
 def block(part: str) -> str:
     """One paragraph: Python if it is indented, a list if it describes parameters, else as it is."""
     if part.startswith("    "):
-        return f"```python\n{textwrap.dedent(part)}\n```"
+        code = textwrap.dedent(part).replace("'''", '"""')  # an example inside of a docstring
+        return f"```python\n{code}\n```"
     items = re.split(r"\n(?! )", part)
     described = [PARAMETER.fullmatch(item) for item in items]
     if not all(described):
