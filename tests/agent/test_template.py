@@ -193,19 +193,6 @@ def test_tool_role_and_tool_calls_render_as_the_loop_writes_them(
     assert template.decode(ids).startswith(spoken)
 
 
-def test_prefill_of_the_exported_template(make_template: MakeTemplate) -> None:
-    template = make_template("qwen")
-    text = template.tokenizer.apply_chat_template(
-        [{"role": m.role, "content": m.content} for m in opening(template)],
-        tools=[TOOL],
-        chat_template=CHAT_TEMPLATE,
-        add_generation_prompt=True,
-        prefill_reason=True,
-        tokenize=False,
-    )
-    assert template.encode(str(text)) == prompt_of(template, PROBLEM)
-
-
 def test_no_message_renders_differently_when_more_follow(make_template: MakeTemplate) -> None:
     template = make_template("qwen")
     messages = [Message("system", "s"), Message("user", "u")]

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from rstar2.record import is_finished, read_evaluations, read_events, read_groups, read_metrics
+from rstar2.report.summary import percent
+from rstar2.tool_text import tool_text
 from tests.e2e.driving import drive, timeless
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]
@@ -80,6 +82,45 @@ def test_exports_load_in_transformers(finished: Path) -> None:
             [{"role": "user", "content": "coin 44"}], return_tensors="pt", return_dict=True
         )
         assert model(**ids).logits.isfinite().all()
+
+
+def test_exports_prompt_as_they_were_trained(finished: Path) -> None:
+    """Plain transformers gives the recorded prompts, turn by turn, and stops where a turn ends."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    export = finished / "exports" / "hard"
+    tokenizer: Any = AutoTokenizer.from_pretrained(export)
+    first = later = 0
+    for stage in ("eval-hard-sampled", "short", "hard"):
+        for line in read_groups(finished, stage):
+            for trajectory in line.group.trajectories:
+                messages = [{"role": "user", "content": line.group.problem.prompt}]
+                expected = list(trajectory.prompt_ids)
+                for number, turn in enumerate(trajectory.turns):
+                    rendered = tokenizer.apply_chat_template(
+                        messages, add_generation_prompt=True, return_dict=True
+                    )
+                    assert rendered["input_ids"] == expected
+                    first, later = first + (number == 0), later + (number > 0)
+                    said = tokenizer.decode(turn.sampled_ids[:-1])
+                    if tokenizer.encode(said) != list(turn.sampled_ids[:-1]):
+                        break  # other tokens for the same text: the agent loop alone keeps them
+                    if not all(result.outcome.succeeded for result in turn.results):
+                        break  # the loop cuts long tracebacks to agent.response_tokens
+                    expected += [*turn.sampled_ids, *turn.response_ids]
+                    messages.append({"role": "assistant", "content": said})
+                    messages += [{"role": "tool", "content": tool_text(r)} for r in turn.results]
+    assert first > 16
+    assert later > 0
+    stops = GenerationConfig.from_pretrained(export).eos_token_id
+    assert tokenizer.convert_ids_to_tokens(stops) == ["<|im_end|>"]
+    assert len({file.stat().st_mode & 0o777 for file in export.iterdir()}) == 1
+    card = (export / "README.md").read_text()
+    accuracy = next(
+        e for e in read_evaluations(finished) if (e.stage, e.mode) == ("hard", "greedy")
+    )
+    assert f"| greedy | 8 held-out | {percent(accuracy.accuracy.mean)} |" in card
+    assert "license: mit" in card
 
 
 def test_killed_again_and_again_it_ends_with_the_same_numbers(

@@ -41,6 +41,8 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
 RESPONSE_TAGS = ("<tool_response>", "</tool_response>")
 SETTINGS = "rstar2_template"
 """Key of tokenizer_config.json under which a checkpoint keeps its TemplateConfig."""
+OWN_TEMPLATE = "rstar2_own_template"
+"""Key of tokenizer_config.json under which an export keeps a chat template that is not ours."""
 MARKER = "@@rstar2-content-"
 """Takes the place of a message's content while a chat template is rendered."""
 CHARS_PER_TOKEN = 16
@@ -99,16 +101,30 @@ class Template:
             )
         if self.chatml:
             tokenizer.chat_template = CHAT_TEMPLATE
+        elif OWN_TEMPLATE in tokenizer.init_kwargs:
+            tokenizer.chat_template = tokenizer.init_kwargs[OWN_TEMPLATE]
         tokenizer.init_kwargs[SETTINGS] = config.model_dump()
         self._openings: dict[str, str] = {}
-        self._specials = _special_pattern(tokenizer)
-        self._system_role = self._renders_system()
+        self.control_tokens = _control_tokens(tokenizer)
+        """What is split in untrusted text, longest first."""
+        self._specials = re.compile("|".join(map(re.escape, self.control_tokens)))
+        self.system_role = self._renders_system()
         self._frames = self._find_frames()
         self._end_id = self._single_id(self._frames.end_of_turn)
         self._spaced = self._encode_after_end("a") != self.encode("a")
         ends = {self._end_id, *_as_ids(tokenizer.eos_token_id)}
         ends |= {vocabulary[token] for token in END_OF_TEXT if token in vocabulary}
         self.stop_ids: tuple[int, ...] = tuple(sorted(ends))
+
+    @property
+    def before_reply(self) -> str:
+        """The text between the header of a turn and its content."""
+        return self._frames.before_reply
+
+    @property
+    def after_reply(self) -> str:
+        """The text between the content of a turn and its end-of-turn token."""
+        return self._frames.after_reply
 
     # ----------------------------------------------------------------- prompts
 
@@ -350,7 +366,7 @@ class Template:
         system = system_text(system, tools) if tools else system
         if not system:
             return rest
-        if self._system_role or not rest:
+        if self.system_role or not rest:
             return [Message("system", system), *rest]
         return [Message(rest[0].role, f"{system}\n\n{rest[0].content}"), *rest[1:]]
 
@@ -418,12 +434,11 @@ def _as_ids(value: int | list[int] | None) -> list[int]:
     return [] if value is None else [value] if isinstance(value, int) else list(value)
 
 
-def _special_pattern(tokenizer: PreTrainedTokenizerFast) -> re.Pattern[str]:
+def _control_tokens(tokenizer: PreTrainedTokenizerFast) -> list[str]:
     added = tokenizer.added_tokens_decoder.values()
     tokens = {str(token) for token in added if token.special}
     tokens |= set(tokenizer.all_special_tokens) | set(RESPONSE_TAGS)
-    ordered = sorted((t for t in tokens if len(t) > 1), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, ordered)))
+    return sorted((t for t in tokens if len(t) > 1), key=lambda t: (-len(t), t))
 
 
 def _merge_tool_messages(messages: Sequence[Message]) -> list[Message]:

@@ -29,6 +29,11 @@ COMMANDS = {
     "eval": ("rstar2.cli.eval", "app", "Score a model on benchmarks, or compare two evaluations."),
     "view": ("rstar2.cli.view", "view", "Browse finished and running runs on a local web page."),
     "entropy": ("rstar2.cli.entropy", "entropy", "Analyse the token entropy of a policy."),
+    "export": (
+        "rstar2.cli.export",
+        "export",
+        "Write a trained model to a directory, or upload it to a hub.",
+    ),
     "chat": ("rstar2.cli.chat", "chat", "Chat with an agent and watch its Python calls."),
     "data": (
         "rstar2.cli.data",

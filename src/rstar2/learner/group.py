@@ -149,9 +149,11 @@ class LearnerGroup:
         extra: dict[str, Any] = self._call("load", path)
         return extra
 
-    def export(self, path: str | Path, tokenizer: Any | None = None) -> None:
+    def export(
+        self, path: str | Path, tokenizer: Any | None = None, stop_ids: Sequence[int] = ()
+    ) -> None:
         """Write a model directory that transformers and vLLM can load."""
-        self._call("export", path, tokenizer)
+        self._call("export", path, tokenizer, stop_ids)
 
     def close(self) -> None:
         """End all ranks. Idempotent."""

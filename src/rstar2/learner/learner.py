@@ -346,11 +346,14 @@ class Learner:
         """Resume from a checkpoint of any number of ranks; returns its `extra`."""
         return checkpoint.load(Path(path), self)
 
-    def export(self, path: str | Path, tokenizer: Any | None = None) -> None:
+    def export(
+        self, path: str | Path, tokenizer: Any | None = None, stop_ids: Sequence[int] = ()
+    ) -> None:
         """Write a model directory that transformers and vLLM can load."""
         state = self.state()
         if self.rank == 0:
-            weights.export(state, self.policy.model, Path(path), self.dtype, tokenizer)
+            model = self.policy.model
+            weights.export(state, model, Path(path), self.dtype, tokenizer, stop_ids)
 
 
 class _MiniBatch:

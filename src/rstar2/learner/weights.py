@@ -9,6 +9,7 @@ are held from the update to the proof, so no token is sampled under weights that
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import tempfile
 import time
@@ -54,7 +55,9 @@ class WeightSource(Protocol):
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]: ...
 
-    def export(self, path: str | Path, tokenizer: Any | None = None) -> None: ...
+    def export(
+        self, path: str | Path, tokenizer: Any | None = None, stop_ids: Sequence[int] = ()
+    ) -> None: ...
 
 
 class InThread(Protocol):
@@ -174,8 +177,12 @@ def export(
     path: Path,
     dtype: torch.dtype,
     tokenizer: Any | None = None,
+    stop_ids: Sequence[int] = (),
 ) -> None:
-    """Write safetensors, config and, if given, the tokenizer with its chat template, atomically."""
+    """Write safetensors, config and, if given, the tokenizer with its chat template, atomically.
+
+    `stop_ids` become the tokens that end a generation.
+    """
     from huggingface_hub import save_torch_state_dict
 
     config = type(model.config).from_dict(model.config.to_dict())
@@ -186,8 +193,29 @@ def export(
         config.save_pretrained(temporary)
         if model.can_generate():
             model.generation_config.save_pretrained(temporary)
+        if stop_ids:
+            write_generation_config(temporary, stop_ids)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
+        _share(temporary)
+
+
+def write_generation_config(directory: Path, stop_ids: Sequence[int]) -> None:
+    """Make every one of these tokens end a generation of the model in a directory."""
+    from transformers import GenerationConfig
+
+    path = directory / "generation_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    settings.pop("_from_model_config", None)  # it lets transformers replace the file's values
+    settings["eos_token_id"] = list(stop_ids)
+    GenerationConfig.from_dict(settings).save_pretrained(directory)
+
+
+def _share(directory: Path) -> None:
+    """Give all files the mode that new files have here: safetensors makes its own private."""
+    mode = (directory / "config.json").stat().st_mode
+    for file in directory.iterdir():
+        file.chmod(mode & 0o777)
 
 
 def _untied(state: dict[str, Tensor]) -> dict[str, Tensor]:

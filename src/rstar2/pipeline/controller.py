@@ -311,3 +311,5 @@ async def conclude(training: Training, stage: str, state: RunState) -> None:
     if trained and not (training.run.path / "exports" / stage).exists():
         await training.export(stage)  # the run was killed between saving and exporting
     await stages.evaluation(training, stage, state)
+    if trained:
+        training.describe(stage)

@@ -22,6 +22,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from rstar2.agent.exported import exported_tokenizer
 from rstar2.agent.loop import AgentLoop
 from rstar2.agent.template import Template
 from rstar2.codeenv.client.client import CodeEnvClient
@@ -33,6 +34,7 @@ from rstar2.environments.load import load_environment, recipe_problems
 from rstar2.errors import EngineError, InfrastructureError, RecipeError, WeightUpdateError
 from rstar2.files import replacing_directory
 from rstar2.learner.weights import probe_tolerance, publish
+from rstar2.pipeline.export import trained_prompt
 from rstar2.rollout.fleet import Fleet
 from rstar2.rollout.groups import GroupRunner
 from rstar2.rollout.scheduler import Scheduler
@@ -180,6 +182,16 @@ class Runtime:
             self._back(engine, version)
         self._published = version
         return metrics
+
+    async def exported_tokenizer(self) -> PreTrainedTokenizerFast:
+        """The tokenizer for exports: its chat template writes this run's prompts."""
+        self.start_serving()
+        assert self._starting is not None
+        await self._starting
+        prompt = await trained_prompt(
+            self.environment, self.heldout, self.recipe.template, self._tools
+        )
+        return self.tokenizer if prompt is None else exported_tokenizer(self.template, prompt)
 
     @property
     def runner(self) -> GroupRunner:

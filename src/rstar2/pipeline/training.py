@@ -13,6 +13,7 @@ from rstar2.config import OptimizerConfig, Recipe, RlConfig, StageConfig
 from rstar2.errors import CheckpointError
 from rstar2.grpo.batch import make_batch, resample_groups
 from rstar2.learner.checkpoint import CheckpointStore
+from rstar2.pipeline.export import write_card
 from rstar2.pipeline.progress import ProgressView
 from rstar2.pipeline.runtime import Runtime
 from rstar2.pipeline.state import RunState
@@ -140,9 +141,16 @@ class Training:
         return state
 
     async def export(self, name: str) -> None:
-        """Write the current weights as a model directory."""
-        path = self.run.path / "exports" / name
-        await self.runtime.on_learner(self.runtime.learner.export, path, self.runtime.tokenizer)
+        """Write the current weights as a model directory that prompts as they were trained."""
+        path, runtime = self.run.path / "exports" / name, self.runtime
+        tokenizer = await runtime.exported_tokenizer()
+        stop_ids = runtime.template.stop_ids
+        await runtime.on_learner(runtime.learner.export, path, tokenizer, stop_ids)
+        self.describe(name)
+
+    def describe(self, name: str) -> None:
+        """Write the model card of an export, with the evaluations that are recorded by now."""
+        write_card(self.run.path, name, self.run.path / "exports" / name)
 
     async def keep_best(self, state: RunState) -> None:
         """Export the weights that had the best reward so far."""
