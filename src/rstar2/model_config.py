@@ -18,6 +18,14 @@ from rstar2.errors import UserError
 CONFIG_FILE = "config.json"
 
 
+def unreadable_weights(where: Path | str, error: Exception) -> str:
+    """The message for weights that are damaged."""
+    return (
+        f"model: the weights in {where} cannot be read ({error}): the file is damaged or "
+        "incomplete. Copy or download it again"
+    )
+
+
 class UndescribedModelError(UserError):
     """A config.json without the sizes of a decoder: the architecture uses other names."""
 

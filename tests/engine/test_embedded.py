@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -18,7 +19,9 @@ from transformers import GPT2Config
 
 from rstar2.engine.base import WeightUpdate
 from rstar2.engine.embedded import EmbeddedEngine
-from rstar2.errors import DeadlineError, EngineError, UserError
+from rstar2.errors import DeadlineError, EngineError, RecipeError, UserError
+from rstar2.learner.model import load_policy
+from rstar2.learner.tiny import make_tiny
 from rstar2.types import Finish, Generation, Sampling
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -271,6 +274,28 @@ async def test_models_it_cannot_run_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'gpt2'; the embedded engine runs llama"):
         await engine.start()
     await engine.close()
+
+
+async def test_damaged_weights_are_named(tmp_path: Path) -> None:
+    make_tiny(tmp_path, seed=0)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    engine = EmbeddedEngine(tmp_path, kv_tokens=256, max_sequences=1, max_length=64)
+    with pytest.raises(UserError, match=r"weights in .*model\.safetensors cannot be read"):
+        await engine.start()
+    with pytest.raises(RecipeError, match=r"cannot be read .* Copy or download it again"):
+        load_policy(tmp_path, "cpu")
+
+
+async def test_a_worker_that_fails_to_start_says_why(tmp_path: Path) -> None:
+    """An error without a name of ours reaches the engine, not "None"."""
+    make_tiny(tmp_path, seed=0)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
+    engine = EmbeddedEngine(tmp_path, kv_tokens=256, max_sequences=1, max_length=64)
+    with pytest.raises((EngineError, UserError)) as raised:
+        await engine.start()
+    assert not str(raised.value).endswith("None")
 
 
 PARENT = """

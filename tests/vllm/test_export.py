@@ -39,11 +39,14 @@ def recorded(stage: Path) -> list[tuple[str, Trajectory]]:
 
 @pytest.fixture(scope="module")
 def served(stage: Path) -> Iterator[httpx.Client]:
-    """`vllm serve`, as the model card says, on a Unix socket."""
+    """The server of `vllm serve` with the options of the model card, on a Unix socket.
+
+    The command itself does not start from the CPU packages, which have another name than vllm.
+    """
     with tempfile.TemporaryDirectory(prefix="rstar2-serve-") as directory:
         socket, log = Path(directory) / "http", Path(directory) / "log"
         command = [
-            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(stage)),
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(stage)),
             *("--enable-auto-tool-choice", "--tool-call-parser", TOOL_PARSER),
             *("--served-model-name", "tiny", "--uds", str(socket), "--dtype", "float32"),
             *("--max-model-len", "512", "--max-num-seqs", "8", "--enforce-eager"),
@@ -62,7 +65,7 @@ def served(stage: Path) -> Iterator[httpx.Client]:
         transport = httpx.HTTPTransport(uds=str(socket))
         try:
             with httpx.Client(transport=transport, base_url="http://vllm", timeout=120) as client:
-                _wait_until_ready(client, server, log)
+                _wait_until_ready(client, socket, server, log)
                 yield client
         finally:
             server.terminate()
@@ -73,16 +76,16 @@ def served(stage: Path) -> Iterator[httpx.Client]:
                 server.wait(30)
 
 
-def _wait_until_ready(client: httpx.Client, server: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_until_ready(
+    client: httpx.Client, socket: Path, server: subprocess.Popen[bytes], log: Path
+) -> None:
     deadline = time.monotonic() + START_S
     while True:
         assert server.poll() is None, log.read_text()[-4000:]
         assert time.monotonic() < deadline, log.read_text()[-4000:]
-        try:
-            if client.get("/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
+        if socket.exists() and "Application startup complete" in log.read_text():
+            assert client.get("/health").status_code == 200
+            return
         time.sleep(0.2)
 
 

@@ -20,11 +20,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from rstar2.engine.slabs import Slab
 from rstar2.errors import UserError
-from rstar2.model_config import DecoderConfig, UndescribedModelError, read_model_config
+from rstar2.model_config import (
+    DecoderConfig,
+    UndescribedModelError,
+    read_model_config,
+    unreadable_weights,
+)
 
 KNOWN = ("llama", "qwen2", "qwen3")
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -107,7 +113,10 @@ def read_weights(model: Path) -> dict[str, torch.Tensor]:
         raise UserError(f"model: {model} has no .safetensors file; save it with save_pretrained")
     state: dict[str, torch.Tensor] = {}
     for file in files:
-        state.update(load_file(file))
+        try:
+            state.update(load_file(file))
+        except (SafetensorError, OSError) as error:
+            raise UserError(unreadable_weights(file, error)) from error
     return state
 
 

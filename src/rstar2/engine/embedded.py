@@ -112,10 +112,12 @@ class EmbeddedEngine:
             await self.close()
             raise
         if not isinstance(first, wire.WorkerReady):
+            failed = first if isinstance(first, wire.RequestFailed) else None
+            reason = failed.message if failed else await link.post_mortem()
             await self.close()
-            if isinstance(first, wire.RequestFailed) and first.user:
-                raise UserError(first.message)
-            raise EngineError(f"{self.name}: the worker ended before it was ready: {first}")
+            if failed is not None and failed.user:
+                raise UserError(reason)
+            raise EngineError(f"{self.name}: the worker ended before it was ready: {reason}")
         self._capacity = EngineCapacity(
             kv_tokens=first.kv_tokens,
             max_sequences=self._settings.max_sequences,

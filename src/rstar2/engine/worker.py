@@ -91,6 +91,9 @@ class EngineWorker:
         except RstarError as error:
             self._send(wire.RequestFailed(0, str(error), isinstance(error, UserError)))
             return
+        except Exception as error:
+            self._send(wire.RequestFailed(0, f"{type(error).__name__}: {error}", False))
+            raise
         reader = threading.Thread(target=self._read, name="engine-reader", daemon=True)
         reader.start()
         blocks = self._batcher.blocks

@@ -3,12 +3,13 @@
     step-00000012/
       state/        weights and optimizer moments by name (torch.distributed.checkpoint)
       meta.json     written last: format, model, optimizer and its step, RNG, the caller's state,
-                    and the size of every file of state/
+                    and the size and checksum of every file of state/
 
 Invariants: a directory gets its name by one rename after all of its bytes are on disk, so the
 previous checkpoint stays the latest if a process is killed while writing; the next save removes the
-leftover. A checkpoint whose files are missing or short is *torn* and is skipped with a warning. One
-that this code did not write, or that belongs to another model, raises CheckpointError.
+leftover. A checkpoint whose files are missing, short or changed is *torn*: the one before it is
+used, with a warning, and if all are torn CheckpointError is raised. One that this code did not
+write, or that belongs to another model, raises CheckpointError.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import logging
 import random
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +83,8 @@ class SavedCheckpoint:
     step: int
     path: Path
     state: dict[str, Any]
+    torn: tuple[str, ...] = ()
+    """What is wrong with newer checkpoints, which are not used."""
 
 
 class CheckpointStore:
@@ -98,15 +102,28 @@ class CheckpointStore:
             shutil.rmtree(old)
         return path
 
-    def latest(self) -> SavedCheckpoint | None:
-        """The newest complete checkpoint; torn ones are skipped with a warning."""
-        for path in reversed(self._paths()):
+    def latest(self, damaged: Collection[Path] = ()) -> SavedCheckpoint | None:
+        """The newest complete checkpoint that is not among the `damaged` ones; None if none exists.
+
+        Torn ones are skipped with a warning. CheckpointError if nothing else is left: a run must
+        not start again at its first step because its checkpoints were lost.
+        """
+        paths, torn = self._paths(), [f"{path.name} cannot be read" for path in damaged]
+        for path in reversed([p for p in paths if p not in damaged]):
             try:
-                extra = read_meta(path)["extra"]
+                meta = read_meta(path)
+                check_contents(path, meta)
             except TornError as error:
                 logger.warning("%s; the previous checkpoint is used", error)
+                torn.append(str(error))
                 continue
-            return SavedCheckpoint(int(extra["step"]), path, extra["state"])
+            extra = meta["extra"]
+            return SavedCheckpoint(int(extra["step"]), path, extra["state"], tuple(torn))
+        if torn:
+            raise CheckpointError(
+                f"no checkpoint in {self.directory} can be used ({'; '.join(torn)}): put one back "
+                "from a copy, or start the run again with --fresh"
+            )
         return None
 
     def _paths(self) -> list[Path]:
@@ -124,7 +141,11 @@ def save(path: Path, learner: Checkpointable, extra: dict[str, Any]) -> None:
     with replacing_directory(path) if learner.rank == 0 else nullcontext() as temporary:
         directory = _path_of_rank_0(temporary)
         with _without_process_group_warning():
-            state_dict_saver.save(learner.checkpoint_tensors(), checkpoint_id=directory / STATE)
+            try:
+                state_dict_saver.save(learner.checkpoint_tensors(), checkpoint_id=directory / STATE)
+            except CheckpointException as error:  # a BaseException with a traceback as its text
+                failures = [failure for failure, _ in error.failures.values()]
+                raise RuntimeError(f"{path} could not be written: {failures[0]!r}") from failures[0]
         if learner.rank == 0:
             meta = json.dumps(_meta(learner, directory, extra), indent=1)
             write_meta(directory / META, meta)
@@ -180,14 +201,35 @@ def read_meta(path: Path) -> dict[str, Any]:
     return meta
 
 
+def check_contents(path: Path, meta: Mapping[str, Any]) -> None:
+    """Compare every file with its checksum; TornError names the first that has changed.
+
+    Checkpoints of earlier versions have no checksums.
+    """
+    for name, expected in meta.get("checksums", {}).items():
+        if checksum(path / STATE / name) != expected:
+            raise TornError(f"{path} is torn: the contents of {name} have changed")
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file: it detects damage, not forgery, and takes less time than writing it."""
+    value = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            value = zlib.crc32(chunk, value)
+    return value
+
+
 def _meta(learner: Checkpointable, directory: Path, extra: dict[str, Any]) -> dict[str, Any]:
+    parts = sorted((directory / STATE).iterdir())
     return {
         "format": FORMAT,
         "version": VERSION,
         "extra": extra,
         **learner.checkpoint_facts(),
         "rng": {"torch": _to_base64(torch.get_rng_state()), "python": random.getstate()},
-        "files": {part.name: part.stat().st_size for part in sorted((directory / STATE).iterdir())},
+        "files": {part.name: part.stat().st_size for part in parts},
+        "checksums": {part.name: checksum(part) for part in parts},
         "model": learner.parameter_shapes(),
     }
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from rstar2.child import call_when_closed, describe_exit
 from rstar2.config import LearnerConfig, LossConfig, OptimizerConfig
-from rstar2.errors import DeadlineError, InfrastructureError, RstarError
+from rstar2.errors import DeadlineError, DiskFullError, InfrastructureError, RstarError
 from rstar2.learner.learner import Learner, SftRow
 from rstar2.malloc import keep_freed_memory
 from rstar2.types import Batch, TokenValues
@@ -248,6 +248,8 @@ class LocalRanks:
         before any collective, so the others' answers are awaited and the group stays usable.
         """
         error, trace = value
+        if isinstance(error, DiskFullError):
+            raise error  # new ranks would run into the same disk
         if error is None or isinstance(error, InfrastructureError):
             raise RankError(f"learner rank {rank} failed in {method}:\n{trace}")
         for other, pipe in enumerate(self._pipes):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -26,6 +27,7 @@ from rstar2.errors import RecipeError
 from rstar2.learner import attention
 from rstar2.learner.logprobs import HeadScale, token_logprobs
 from rstar2.learner.pack import Pack, make_pack, make_row
+from rstar2.model_config import unreadable_weights
 
 HEAD_TOLERANCE = 1e-3
 
@@ -87,9 +89,12 @@ def head_scale(config: Any) -> HeadScale:
 def load_policy(model_dir: str | Path, device: str, *, checkpointing: bool = False) -> PackedPolicy:
     """Load a model in float32 master weights, ready to train on packs."""
     with _no_progress_bar():
-        model = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=torch.float32, attn_implementation=_attention(device)
-        )
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                model_dir, dtype=torch.float32, attn_implementation=_attention(device)
+            )
+        except SafetensorError as error:
+            raise RecipeError(unreadable_weights(model_dir, error)) from error
     if not type(model).is_backend_compatible():
         raise RecipeError(
             f"model.path={model_dir}: {type(model).__name__} does not use transformers' attention "

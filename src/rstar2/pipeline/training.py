@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from pathlib import Path
 
 from rstar2.config import OptimizerConfig, Recipe, RlConfig, StageConfig
 from rstar2.errors import CheckpointError
 from rstar2.grpo.batch import make_batch, resample_groups
-from rstar2.learner.checkpoint import CheckpointStore
+from rstar2.learner.checkpoint import CheckpointStore, SavedCheckpoint, TornError
 from rstar2.pipeline.export import write_card
 from rstar2.pipeline.progress import ProgressView
 from rstar2.pipeline.runtime import Runtime
@@ -128,17 +129,33 @@ class Training:
 
     async def restore(self) -> RunState:
         """Load the newest complete checkpoint and rewind the record to it, or start the run."""
-        saved = self.checkpoints.latest()
+        saved = await self._load_latest()
         if saved is None:
             self.run.rewind(BASE, 0)
             return RunState()
         state = RunState.from_dict(saved.state)
-        if state.phase not in {SFT, *(stage.name for stage in self.recipe.rl.stages)}:
-            raise CheckpointError(f"{saved.path}: this recipe has no stage {state.phase!r}")
-        await self.runtime.on_learner(self.runtime.learner.load, saved.path)
+        if saved.torn:
+            self.run.event("damaged", checkpoints=saved.torn, used=saved.path.name)
+        for reason in saved.torn:
+            self.view.note(f"damaged checkpoint: {reason}; {saved.path.name} is used instead")
         self.run.rewind(state.phase, state.step)
         self.view.note(f"resuming after step {state.step} of {state.phase}")
         return state
+
+    async def _load_latest(self) -> SavedCheckpoint | None:
+        """Load the newest checkpoint that can be loaded into the learner."""
+        damaged: list[Path] = []
+        while (saved := self.checkpoints.latest(damaged)) is not None:
+            phase = RunState.from_dict(saved.state).phase
+            if phase not in {SFT, *(stage.name for stage in self.recipe.rl.stages)}:
+                raise CheckpointError(f"{saved.path}: this recipe has no stage {phase!r}")
+            try:
+                await self.runtime.on_learner(self.runtime.learner.load, saved.path)
+            except TornError:
+                damaged.append(saved.path)
+            else:
+                break
+        return saved
 
     async def export(self, name: str) -> None:
         """Write the current weights as a model directory that prompts as they were trained."""

@@ -211,10 +211,12 @@ class RunDirectory:
 
     def close(self) -> None:
         """Flush and close all files and release the lock; idempotent."""
-        self._trackers.close()
-        for file in self._files():
-            file.close()
-        self.lock.release()
+        try:
+            self._trackers.close()
+            for file in self._files():
+                file.close()
+        finally:
+            self.lock.release()
 
     # ----------------------------------------------------------------- resuming
 

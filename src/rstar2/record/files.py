@@ -7,14 +7,15 @@ import os
 import platform
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
 from rstar2.errors import UserError
-from rstar2.files import replacing_file
+from rstar2.files import disk_full, replacing_file
 from rstar2.types import encode
 
 
@@ -38,19 +39,33 @@ class JsonLines:
     def append(self, value: Any) -> tuple[int, bytes]:
         """Add a line; returns its byte offset and the line."""
         line = encode(value) + b"\n"
-        self._file.write(line)
+        with self._naming_a_full_disk():
+            self._file.write(line)
         at, self._size = self._size, self._size + len(line)
         return at, line
 
     def flush(self) -> None:
-        self._file.flush()
+        with self._naming_a_full_disk():
+            self._file.flush()
 
     def sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with self._naming_a_full_disk():
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        with self._naming_a_full_disk():
+            self._file.close()
+
+    @contextmanager
+    def _naming_a_full_disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            full = disk_full(error, self.path, self._size)
+            if full is None:
+                raise
+            raise full from error
 
     def drop(self, unwanted: Callable[[StepHead], bool]) -> int:
         """Remove the unwanted lines atomically; returns their number."""
