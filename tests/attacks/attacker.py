@@ -26,6 +26,12 @@ PATIENCE_S = 150.0
 LONG: dict[str, float] = {"wall_s": 60.0, "cpu_s": 60.0}
 """Limits of programs that end by themselves."""
 
+MARK = (
+    "import ctypes\nprctl = ctypes.CDLL(None).prctl\n"
+    "def mark():\n    prctl(15, b'marked', 0, 0, 0)\n"
+)
+"""`mark()` changes the name of a program's process, which the cell can see from outside."""
+
 Result = dict[str, Any]
 """A `ToolResult` as JSON."""
 

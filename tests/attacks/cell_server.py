@@ -121,6 +121,29 @@ def _children(parent: int) -> list[str]:
     return pids
 
 
+def _thread_states(pid: str) -> list[str]:
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return [(t / "stat").read_text().rpartition(")")[2].split()[0] for t in threads]
+
+
+def _marked() -> bool:
+    """Whether a program has called `mark()` (attacker.MARK)."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if (entry / "comm").read_text() == "marked\n":
+                    return True
+    return False
+
+
+async def _until_marked(run: asyncio.Task[Any]) -> None:
+    """Wait until the program of a call has called `mark()`."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not _marked():
+            assert not run.done(), f"the program ended: {run.result()}"
+            await asyncio.sleep(0.01)
+
+
 def _mappings(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/maps").read_text().splitlines()
 
@@ -154,10 +177,9 @@ class Server:
         return await asyncio.gather(*(self.do_run(**order) for order in orders))
 
     async def do_runs_beside(self, endless: dict[str, Any], orders: list[dict[str, Any]]) -> Any:
-        """Run `orders` while `endless` occupies a slot, then cancel it."""
+        """Run `orders` after `endless` has called `mark()` and while it runs, then cancel it."""
         occupied = asyncio.create_task(self.do_run(**endless))
-        while self.table.busy == 0:  # noqa: ASYNC110 (the table offers no event)
-            await asyncio.sleep(0.01)
+        await _until_marked(occupied)
         results = await self.do_runs(orders)
         still_runs = not occupied.done()
         occupied.cancel()
@@ -179,14 +201,16 @@ class Server:
         return ""
 
     async def do_abandon(self, **order: Any) -> Any:
-        """Run a program in the only session and leave while it runs."""
-        (link,) = [link for link in self.executor.workers.links if link.spec.session]
+        """Run a program in a session and leave when it has called `mark()`."""
         run = asyncio.create_task(self.do_run(**order))
-        async with asyncio.timeout(PATIENCE_S):
-            while not link.busy:  # noqa: ASYNC110 (the link offers no event)
-                await asyncio.sleep(0.01)
+        await _until_marked(run)
         run.cancel()
         await asyncio.gather(run, return_exceptions=True)
+
+    async def do_session_threads(self) -> Any:
+        """The states of all threads of the only session and its branches (proc_pid_stat(5))."""
+        (link,) = [link for link in self.executor.workers.links if link.spec.session]
+        return [state for pid in _children(link.pid) for state in _thread_states(pid)]
 
     async def do_end_session_worker(self) -> Any:
         """Kill the worker of the only session, and wait until it has ended."""

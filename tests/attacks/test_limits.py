@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.attacks.attacker import LONG, Cell
+from tests.attacks.attacker import LONG, MARK, Cell
 
 
 def test_endless_loop_ends_at_the_deadline(cell: Cell) -> None:
@@ -102,8 +102,10 @@ CHILDREN = {
     "        if os.fork() == 0:\n            " + SPIN + "\n        os._exit(0)\n"
     "time.sleep(1000)",
     "never waited for": "import signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
-    "while True:\n    if os.fork() == 0:\n        end = time.process_time() + 0.05\n"
-    "        while time.process_time() < end: pass\n        os._exit(0)\n    time.sleep(0.02)",
+    "while True:\n    reader, writer = os.pipe()\n"
+    "    if os.fork() == 0:\n        end = time.process_time() + 0.05\n"
+    "        while time.process_time() < end: pass\n        os._exit(0)\n"
+    "    os.close(writer)\n    os.read(reader, 1)\n    os.close(reader)",
     "one after the other": "while True:\n    if os.fork() == 0:\n"
     "        end = time.process_time() + 0.05\n"
     "        while time.process_time() < end: pass\n        os._exit(0)\n    os.wait()",
@@ -181,7 +183,7 @@ def test_limits_cannot_be_raised_again(cell: Cell) -> None:
 
 def test_endless_loop_does_not_delay_its_neighbours(cell: Cell) -> None:
     """The quick calls all end while the loop still runs."""
-    loop = {"code": "while True: pass", "limits": LONG}
+    loop = {"code": f"{MARK}mark()\nwhile True: pass", "limits": LONG}
     quick = [{"code": f"print({i})", "limits": LONG} for i in range(8)]
     answer = cell.ask("runs_beside", endless=loop, orders=quick)
     assert [r["stdout"] for r in answer["results"]] == [f"{i}\n" for i in range(8)]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.attacks.attacker import LONG, Cell, Result
+from tests.attacks.attacker import LONG, MARK, Cell, Result
 
-KEPT = "\nprint('holding', flush=True)\nimport time; time.sleep(1000)"
+KEPT = "\nmark()\ntime.sleep(1000)"
 HOGS = {
     "pipes": "import fcntl, os\nheld = []\ntry:\n    while True:\n"
     "        held.append(os.pipe())\n        fcntl.fcntl(held[-1][0], 1031, 1 << 20)\n"
@@ -57,7 +57,8 @@ print(len(text), len(os.read(reader, 4096)))
 
 
 def beside(cell: Cell, hog: str, orders: list[dict[str, object]]) -> list[Result]:
-    endless = {"code": cell.fill(hog + KEPT), "limits": LONG}
+    """Run `orders` once the hog holds all that it can get."""
+    endless = {"code": f"import time\n{MARK}{cell.fill(hog)}{KEPT}", "limits": LONG}
     answer = cell.ask("runs_beside", endless=endless, orders=orders)
     assert answer["endless_still_runs"]
     results: list[Result] = answer["results"]
@@ -66,8 +67,7 @@ def beside(cell: Cell, hog: str, orders: list[dict[str, object]]) -> list[Result
 
 @pytest.mark.parametrize("name", HOGS)
 def test_neighbours_of_a_hog_go_on(cell: Cell, name: str) -> None:
-    delayed = "import time; time.sleep(0.2)\n" + NEIGHBOUR  # the hog needs a moment
-    order: dict[str, object] = {"code": delayed, "stdin": "y" * 60_000, "limits": LONG}
+    order: dict[str, object] = {"code": NEIGHBOUR, "stdin": "y" * 60_000, "limits": LONG}
     for result in beside(cell, HOGS[name], [order] * 2):
         assert (result["outcome"], result["stdout"]) == ("ok", "60000 4096\n"), result
         assert result["attempts"] == 1
@@ -76,7 +76,7 @@ def test_neighbours_of_a_hog_go_on(cell: Cell, name: str) -> None:
 @pytest.mark.parametrize("name", ["pipes", "descriptors in flight", "queued signals"])
 def test_session_beside_a_hog_keeps_its_state(cell: Cell, name: str) -> None:
     session = cell.ask("open")
-    first = {"code": "import time; time.sleep(0.5)\nx = 5", "session": session, "limits": LONG}
+    first = {"code": "x = 5", "session": session, "limits": LONG}
     code = f"y = {'z' * 20_000!r}\nprint(x, len(y))"
     second = {"code": code, "session": session, "limits": LONG}
     results = beside(cell, HOGS[name], [first]) + beside(cell, HOGS[name], [second])

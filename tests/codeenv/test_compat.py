@@ -141,6 +141,41 @@ async def test_code_judge_answers_a_refused_item_in_its_place(serve: Any, path: 
             assert "submissions[1].type" in texts[1]
 
 
+@pytest.mark.parametrize(
+    "bad",
+    [
+        rb"echo \ud800",
+        rb"echo \uDFFFx",
+        rb"echo \ude00\ud83d",
+        rb"echo \\\uD800",
+        b"echo \xff",
+        b"echo \xed\xa0\x80",
+    ],
+)
+async def test_code_judge_refuses_only_the_item_that_is_no_text(serve: Any, bad: bytes) -> None:
+    good = rb'{"type": "python", "solution": "echo \\ud800 \ud83d\ude00"}'
+    item = rb'{"type": "python", "sub_id": "b", "solution": "' + bad + b'"}'
+    body = b'{"submissions": [' + b", ".join((good, item, good)) + b"]}"
+    async with serve() as server, httpx.AsyncClient() as http:
+        response = await http.post(server.url + "/run/batch", content=body)
+        assert response.status_code == 200, response.text
+        first, second, third = response.json()["results"]
+        assert (first["stdout"], third["stdout"]) == ("\\ud800 \U0001f600",) * 2
+        assert second["reason"] == "invalid_input"
+        assert "submissions[1]: " in second["stderr"]
+
+
+async def test_code_judge_batch_that_is_no_json_is_refused(serve: Any) -> None:
+    async with serve() as server, httpx.AsyncClient() as http:
+        for body in (
+            b"{",
+            rb'{"submissions": ["\ud800"',
+            rb'{"sub_id": "\ud800", "submissions": [7]}',
+        ):
+            response = await http.post(server.url + "/run/batch", content=body)
+            assert (response.status_code, response.json()["error"]["code"]) == (400, "bad_json")
+
+
 async def test_code_judge_allows_ten_seconds_or_the_cap(serve: Any) -> None:
     low = {"cap": {"wall_s": 4.0, "cpu_s": 3.0}}
     settings: Any

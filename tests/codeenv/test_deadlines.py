@@ -40,6 +40,27 @@ def test_a_call_is_given_up_from_the_inside_out(limits: Limits) -> None:
 
 
 @pytest.mark.parametrize("limits", [DEFAULTS.default, DEFAULTS.cap], ids=["default", "cap"])
+def test_a_call_of_a_session_is_given_up_from_the_inside_out(limits: Limits) -> None:
+    """A call may reach its worker just before its deadline, and only then copies the session."""
+    worker_s = (limits.wall_s or 0.0) + deadlines.SESSION_COPY_S
+    assert_ordered(
+        {
+            "program's wall limit": limits.wall_s or 0.0,
+            "after the copy": worker_s,
+            "threads have stopped": worker_s + deadlines.SESSION_STOP_S,
+            "processes have ended": worker_s + deadlines.SESSION_STOP_S + 2 * deadlines.TEARDOWN_S,
+            "executor kills the worker": (limits.wall_s or 0.0) + deadlines.SESSION_GRACE_S,
+            "executor knows why it ended": (limits.wall_s or 0.0)
+            + deadlines.SESSION_GRACE_S
+            + deadlines.EXIT_REPORT_S,
+            "call table": (limits.wall_s or 0.0) + deadlines.CALL_TABLE_GRACE_S,
+            "client reads the batch": (limits.wall_s or 0.0) + deadlines.CLIENT_READ_GRACE_S,
+            "server writes the batch": (limits.wall_s or 0.0) + deadlines.SERVER_WRITE_GRACE_S,
+        }
+    )
+
+
+@pytest.mark.parametrize("limits", [DEFAULTS.default, DEFAULTS.cap], ids=["default", "cap"])
 def test_a_program_may_use_its_whole_wall_limit_within_every_default_deadline(
     limits: Limits,
 ) -> None:
@@ -69,10 +90,10 @@ def test_a_session_opens_from_the_inside_out() -> None:
     assert_ordered(
         {
             "order": deadlines.SESSION_ORDER_S,
-            "worker hangs": deadlines.SESSION_ORDER_S + deadlines.WORKER_GRACE_S,
+            "worker hangs": deadlines.SESSION_ORDER_S + deadlines.SESSION_GRACE_S,
             "after the spawn": 2 * deadlines.SPAWN_S
             + deadlines.SESSION_ORDER_S
-            + deadlines.WORKER_GRACE_S,
+            + deadlines.SESSION_GRACE_S,
             "client": deadlines.SESSION_REQUEST_S,
         }
     )

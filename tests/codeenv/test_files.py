@@ -101,7 +101,7 @@ async def test_files_are_returned_when_the_program_fails(table: CallTable) -> No
     code = "open('partial', 'w').write('so far')\n"
     failed = await run(table, code + "1/0")
     assert (failed.outcome, failed.files) == (Outcome.EXCEPTION, {"partial": b"so far"})
-    late = await run(table, code + "while True: pass", wall_s=0.5)
+    late = await run(table, code + "while True: pass", wall_s=60.0, cpu_s=0.3)
     assert (late.outcome, late.files) == (Outcome.TIMEOUT, {"partial": b"so far"})
 
 
@@ -159,6 +159,18 @@ async def test_names_that_are_not_text_are_counted(table: CallTable) -> None:
 async def test_files_above_scratch_are_refused(table: CallTable) -> None:
     with pytest.raises(Refusal, match="do not fit into the call's scratch_mb of 1"):
         await run(table, "1", {"big": bytes(2 << 20)}, scratch_mb=1)
+
+
+async def test_files_that_cannot_be_written_are_refused_with_the_reason(table: CallTable) -> None:
+    session = (await table.executor.open_session(None, None)).id
+    code = "import os\nos.mkdir('data')\nos.symlink('/', 'link')"
+    await table.call(RunRequest(f"t{next(_ids)}", code, session=session))
+    for path, reason in (("data", "Is a directory"), ("link/x", "Not a directory")):
+        request = RunRequest(f"t{next(_ids)}", "1", session=session, files={path: b"x"})
+        result = await table.call(request)
+        assert (result.outcome, result.exit_code) == (Outcome.BAD_ARGUMENTS, 0)
+        assert f"could not be written ({reason}); rename them" in result.message
+    await table.executor.close_session(session)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -9,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rstar2.codeenv.jail import frames, seccomp, syscalls
-from rstar2.codeenv.jail.frames import Record, WorkerReply
+from rstar2.codeenv.jail.frames import Record, WorkerReply, WorkerRequest
+from rstar2.codeenv.jail.running_call import RunningCall
 from rstar2.codeenv.server import probe
-from rstar2.codeenv.server.executor import build_result, clip, effective_limits
+from rstar2.codeenv.server.executor import effective_limits
+from rstar2.codeenv.server.results import build_result, clip
 from rstar2.errors import IsolationError
 from rstar2.types import Limits, Outcome
 
@@ -91,12 +96,34 @@ def test_any_bytes_are_a_record_or_none(data: bytes) -> None:
     assert record is None or chr(record.kind) in "VNESXMJR"
 
 
-@given(st.binary(max_size=60), st.integers(0, 255), st.integers(0, 8))
+@pytest.mark.parametrize(
+    ("error", "part"),
+    [(errno.ENOSPC, "do not fit into the scratch space of 32 MB"), (errno.EISDIR, "rename them")],
+)
+def test_files_that_were_not_written_have_their_reason(error: int, part: str) -> None:
+    reply = WorkerReply(1, error, frames.FILES, 0, 0, 0, 0, 0.0, 0.0, 0.0)
+    result = build_result("x", reply, b"", LIMITS, "strict")
+    assert (result.outcome, result.signal) == (Outcome.BAD_ARGUMENTS, None)
+    assert part in result.message
+
+
+def test_call_without_a_handle_of_its_process_is_not_watched() -> None:
+    """A worker that may open no more files ends, and its call is tried elsewhere."""
+    call = RunningCall(WorkerRequest(1, frames.RUN, 0, 0, 0, 0, 0, 0, 0, 1.0, 1.0))
+    process = subprocess.Popen(["/bin/true"])
+    process.wait(60)
+    with pytest.raises(ProcessLookupError):
+        call.adopt(process.pid)
+    for descriptor in (*call.readers, *call.writers):
+        os.close(descriptor)
+
+
+@given(st.binary(max_size=60), st.integers(0, 255), st.integers(0, frames.NOT_STOPPED))
 def test_any_reply_becomes_a_result(record: bytes, code: int, cause: int) -> None:
     reply = WorkerReply(1, code << 8, cause, 0, 0, 0, len(record), 0.1, 0.1, 1.0)
     result = build_result("x", reply, record, LIMITS, "strict")
     assert result.call_id == "x"
-    assert result.exit_code == code
+    assert result.exit_code == (0 if cause == frames.FILES else code)  # FILES: nothing was run
 
 
 @pytest.mark.parametrize(

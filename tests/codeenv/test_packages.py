@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from rstar2.codeenv.jail import warmup
+from rstar2.codeenv.jail import cgroups, warmup
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.codeenv.server import packages, probe
 from rstar2.codeenv.server.executor import WorkerExecutor
@@ -26,30 +27,81 @@ def wheel(directory: Path, name: str, text: str) -> None:
         archive.writestr(f"{name}-1.0.dist-info/METADATA", f"Name: {name}\nVersion: 1.0\n")
 
 
-def test_package_that_is_not_installed_is_refused_by_name() -> None:
+async def test_package_that_is_not_installed_is_refused_by_name() -> None:
     with pytest.raises(UserError, match=r"packages: 'no_such_package' is not installed"):
-        packages.prepare(CodeEnvConfig(packages=("json", "no_such_package")))
+        await packages.prepare(CodeEnvConfig(packages=("json", "no_such_package")))
 
 
-def test_directory_without_wheels_is_refused(tmp_path: Path) -> None:
+async def test_directory_without_wheels_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="contains no wheel"):
-        packages.prepare(CodeEnvConfig(packages=(f"{tmp_path}/",)))
+        await packages.prepare(CodeEnvConfig(packages=(f"{tmp_path}/",)))
 
 
-def test_broken_wheel_is_refused_by_name(tmp_path: Path) -> None:
+async def test_broken_wheel_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "bad-1.0-py3-none-any.whl").write_text("no archive")
     with pytest.raises(UserError, match=r"bad-1\.0.* cannot be unpacked"):
-        packages.prepare(CodeEnvConfig(packages=(f"{tmp_path}/",)))
+        await packages.prepare(CodeEnvConfig(packages=(f"{tmp_path}/",)))
 
 
-def test_interpreter_that_does_not_run_is_refused() -> None:
+async def test_interpreter_that_does_not_run_is_refused() -> None:
     with pytest.raises(UserError, match="python: '/bin/false' cannot run programs"):
-        packages.prepare(CodeEnvConfig(python="/bin/false"))
+        await packages.prepare(CodeEnvConfig(python="/bin/false"))
 
 
-def test_missing_warm_up_program_is_refused(tmp_path: Path) -> None:
+async def test_missing_warm_up_program_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="warm_up_programs: cannot read"):
-        packages.prepare(CodeEnvConfig(warm_up_programs=(f"{tmp_path}/none.py",)))
+        await packages.prepare(CodeEnvConfig(warm_up_programs=(f"{tmp_path}/none.py",)))
+
+
+def unpacked() -> list[Path]:
+    """Directories of unpacked wheels that this process has made."""
+    return [*Path(tempfile.gettempdir()).glob(f"{cgroups.owner_name()}-packages-*")]
+
+
+async def test_nothing_is_left_of_wheels_that_are_refused(tmp_path: Path) -> None:
+    wheel(tmp_path, "ownpack", "")
+    with pytest.raises(UserError, match="'no_such_package' is not installed"):
+        await packages.prepare(CodeEnvConfig(packages=(f"{tmp_path}/", "no_such_package")))
+    assert unpacked() == []
+
+
+def gated(tmp_path: Path) -> tuple[str, Path, Path]:
+    """An interpreter that creates a file when it is started, and waits for another one."""
+    started, go_on, script = (tmp_path / name for name in ("started", "go-on", "python"))
+    script.write_text(
+        f"#!/bin/sh\n: > {started}\nwhile [ ! -e {go_on} ]; do sleep 0.05; done\n"
+        f'exec {sys.executable} "$@"\n'
+    )
+    script.chmod(0o755)
+    return str(script), started, go_on
+
+
+async def until_exists(path: Path) -> None:
+    async with asyncio.timeout(50):
+        while not path.exists():  # noqa: ASYNC110, ASYNC240 (another process creates it)
+            await asyncio.sleep(0.02)
+
+
+async def test_the_event_loop_runs_while_packages_are_checked(tmp_path: Path) -> None:
+    python, started, go_on = gated(tmp_path)
+    preparing = asyncio.create_task(packages.prepare(CodeEnvConfig(python=python)))
+    await until_exists(started)
+    go_on.touch()
+    assert (await preparing).python == python
+
+
+async def test_nothing_is_left_when_the_caller_leaves(tmp_path: Path) -> None:
+    python, started, go_on = gated(tmp_path)
+    wheel(tmp_path / "wheels", "ownpack", "")
+    config = CodeEnvConfig(python=python, packages=(f"{tmp_path}/wheels",))
+    preparing = asyncio.create_task(packages.prepare(config))
+    await until_exists(started)
+    assert len(unpacked()) == 1
+    preparing.cancel()
+    go_on.touch()
+    with pytest.raises(asyncio.CancelledError):
+        await preparing
+    assert unpacked() == []
 
 
 def test_programs_that_mention_a_package_run_where_it_is_warm() -> None:
@@ -74,8 +126,9 @@ async def test_wheels_are_importable_warm_and_reported(tmp_path: Path) -> None:
         warm_up_programs=(str(program),),
     )
     executor = WorkerExecutor(config, probe.resolve("auto").level)
-    directory = Path(executor.setup.directory)
     await executor.start()
+    directory = Path(executor.setup.directory)
+    assert directory.exists()  # noqa: ASYNC240
     try:
         deadline = asyncio.get_running_loop().time() + 300
         limits = Limits(wall_s=60.0, cpu_s=60.0)

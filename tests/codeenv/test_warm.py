@@ -7,6 +7,8 @@ import base64
 import itertools
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 
 import pytest
@@ -144,8 +146,17 @@ async def test_effects_before_a_hand_over_happen_once(executor: WorkerExecutor) 
 @slow
 @in_module_loop
 async def test_late_import_is_carried_out_where_the_program_runs(executor: WorkerExecutor) -> None:
-    code = "import time\ntime.sleep(0.6)\n__import__('sym' + 'py')\nprint('done')"
+    busy = "import time\nwhile time.process_time() < 0.7: pass\n"
+    code = f"{busy}__import__('sym' + 'py')\nprint('done')"
     assert (await run(executor, WARM + code)).stdout == "False\ndone\n"
+
+
+@slow
+@in_module_loop
+async def test_program_that_had_to_wait_is_still_handed_over(executor: WorkerExecutor) -> None:
+    """As on a busy machine: much time has passed, but the program has used little of it."""
+    code = "import time\ntime.sleep(0.6)\n__import__('sym' + 'py')\nprint('done')"
+    assert (await run(executor, WARM + code)).stdout == "True\ndone\n"
 
 
 @slow
@@ -212,3 +223,16 @@ async def test_zygote_that_cannot_be_executed_is_named() -> None:
             await pool.get("plain")
     finally:
         await pool.close()
+
+
+def test_trial_that_raises_stays_in_its_own_process() -> None:
+    """Objects are made immortal in a child first. What it raises must not make a second zygote."""
+    code = (
+        "import sys\nfrom rstar2.codeenv.jail import heap\nsys.version_info = (3, 12)\n"
+        "def fail(): raise MemoryError\nheap._immortalize = fail\n"
+        "try:\n    heap.immortalize()\nfinally:\n    print('went on', flush=True)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=120, check=True
+    )
+    assert done.stdout == "went on\n"

@@ -103,7 +103,11 @@ SessionTtlS = Annotated[
 ]
 SessionMemoryMb = Annotated[int, typer.Option(help="Memory limit in MB of a session.", min=64)]
 SessionScratchMb = Annotated[
-    int, typer.Option(help="Scratch space in MB of a session with its branches.", min=1)
+    int,
+    typer.Option(
+        help="Scratch space in MB of a session with its branches (portable: of each of them).",
+        min=1,
+    ),
 ]
 Queue = Annotated[
     int, typer.Option(help="Maximum number of waiting calls; further ones get status 429.", min=1)

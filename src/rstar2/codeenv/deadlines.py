@@ -8,8 +8,9 @@ names it, and the layers around it only step in when that layer is itself stuck.
       program's wall limit          cut to the deadline; the worker kills the program
       < worker                      answers at most TEARDOWN_S later, even if the kernel has not
                                     yet ended every process of the program
-      < executor                    WORKER_GRACE_S later kills a silent worker, then waits
-                                    EXIT_REPORT_S to learn whether it ran out of memory
+      < executor                    WORKER_GRACE_S later (session: SESSION_GRACE_S) kills a silent
+                                    worker, then waits EXIT_REPORT_S to learn whether it ran out of
+                                    memory
       < call table                  CALL_TABLE_GRACE_S later cancels the call
       < client, reading a batch     CLIENT_READ_GRACE_S later closes the connection
       < server, writing a batch     SERVER_WRITE_GRACE_S later drops a caller that does not read
@@ -23,7 +24,8 @@ names it, and the layers around it only step in when that layer is itself stuck.
       < another node of a cluster   REMOTE_START_S
 
     Opening a session:  SESSION_ORDER_S < SESSION_REQUEST_S
-    Call of a session:  SESSION_COPY_S (before its limits count), then as one call
+    Call of a session:  SESSION_COPY_S (before its limits count), then as one call, and after a
+                        success SESSION_STOP_S
     Health of a server: HTTP_CONNECT_S < HEALTH_REPLY_S < CONNECT_S < OWNED_CONNECT_S
     Stop of a server:   ZYGOTE_STOP_S + 2 HTTP_STOP_S < OWNED_STOP_S < REMOTE_STOP_S
 
@@ -44,7 +46,14 @@ WORKER_GRACE_S = 3.0
 """A worker that has not answered this long after a call's wall limit hangs and is killed."""
 EXIT_REPORT_S = 5.0
 """How long the executor waits for the zygote to report why a worker ended."""
-CALL_TABLE_GRACE_S = WORKER_GRACE_S + EXIT_REPORT_S + 1.0
+SESSION_COPY_S = 10.0
+"""The process of a session must have copied itself by then; only then its program starts."""
+SESSION_STOP_S = 3.0
+"""Every thread of a session's process must have stopped this long after the program's end."""
+SESSION_GRACE_S = SESSION_COPY_S + SESSION_STOP_S + WORKER_GRACE_S
+"""WORKER_GRACE_S of a session's worker, which copies before the program and stops after it."""
+CALL_TABLE_GRACE_S = SESSION_GRACE_S + EXIT_REPORT_S + 1.0
+"""Enough for a call of a session, whose timers are the longest."""
 CLIENT_READ_GRACE_S = CALL_TABLE_GRACE_S + 1.0
 SERVER_WRITE_GRACE_S = 60.0
 COMMAND_QUEUE_S = 60.0
@@ -77,9 +86,7 @@ REMOTE_START_S = OWNED_START_S + 60.0
 
 SESSION_ORDER_S = 20.0
 """A session worker must have opened, branched or closed an interpreter by then."""
-SESSION_COPY_S = 10.0
-"""The process of a session must have copied itself by then; only then its program starts."""
-SESSION_REQUEST_S = 2 * SPAWN_S + SESSION_ORDER_S + SESSION_COPY_S + WORKER_GRACE_S + 7.0
+SESSION_REQUEST_S = 2 * SPAWN_S + SESSION_ORDER_S + SESSION_GRACE_S + 7.0
 
 # --------------------------------------------------------------------------- health
 

@@ -6,8 +6,8 @@ it. A server executes an id once: a second request with the same id gets the fir
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -119,8 +119,8 @@ class Executor(Protocol):
 
     async def start(self) -> None: ...
 
-    def turn(self, request: RunRequest) -> asyncio.Lock | None:
-        """A lock that the caller of `run` must hold; None if the call may run beside all others.
+    def turn(self, request: RunRequest) -> AbstractAsyncContextManager[None] | None:
+        """What the caller of `run` must hold; None if the call may run beside all others.
 
         Calls of a session and its branches run one after another. Those that wait for their turn
         need no slot.

@@ -60,6 +60,8 @@ _SYSTEM = (
     "/usr/libx32", "/usr/bin", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime",
 )  # fmt: skip
 _UID_INSIDE = 1000
+_WORKER_FILES, _SESSION_FILES = 1024, 4096
+"""Descriptors of a worker; that of a session has two for each member of its family."""
 SCRATCH_INSIDE = "/tmp"
 HOLDER_FD = 203
 """In strict, a session worker's descriptor of the directory with the files of all members."""
@@ -180,7 +182,7 @@ def enter(spec: JailSpec) -> None:
         readable, writable = readable_paths(), [spec.scratch]
     os.umask(0o077)
     os.chdir(spec.scratch)
-    _limit_worker()
+    _limit_worker(_SESSION_FILES if spec.session else _WORKER_FILES)
     _drop_bounding_set()
     _become(spec.uid)
     prctl(_PR_SET_DUMPABLE, 0)
@@ -354,11 +356,11 @@ def _bind(path: str, root: str) -> None:
 # --------------------------------------------------------------------------- both levels
 
 
-def _limit_worker() -> None:
+def _limit_worker(descriptors: int) -> None:
     """Set hard limits that the worker and all its calls share."""
     limits = {
         resource.RLIMIT_CORE: 1,  # unlike 0, it also keeps the kernel from starting a crash handler
-        resource.RLIMIT_NOFILE: 1024,
+        resource.RLIMIT_NOFILE: descriptors,
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_STACK: 8 << 20,

@@ -11,6 +11,7 @@ content, name in UTF-8, content.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import stat
@@ -65,8 +66,8 @@ def read(packed: bytes) -> dict[str, bytes]:
     return {name.decode(): bytes(content) for name, content in unpack(memoryview(packed))}
 
 
-def place(packed: memoryview) -> bool:
-    """Write files below the current directory; False if a path cannot be created or written."""
+def place(packed: memoryview) -> int:
+    """Write files below the current directory; 0, or the error number if one cannot be written."""
     try:
         for name, content in unpack(packed):
             *directories, last = name.split(b"/")
@@ -84,21 +85,20 @@ def place(packed: memoryview) -> bool:
                     os.close(descriptor)
             finally:
                 os.close(parent)
-    except OSError:
-        return False
-    return True
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0
 
 
 def _enter(parent: int, part: bytes) -> int:
-    """Open a directory below another, made if it is missing; closes the other."""
+    """Open a directory below another, made if it is missing; closes the other after a success."""
     try:
-        try:
-            return os.open(part, _DIRECTORY, dir_fd=parent)
-        except FileNotFoundError:
-            os.mkdir(part, 0o755, dir_fd=parent)
-            return os.open(part, _DIRECTORY, dir_fd=parent)
-    finally:
-        os.close(parent)
+        child = os.open(part, _DIRECTORY, dir_fd=parent)
+    except FileNotFoundError:
+        os.mkdir(part, 0o755, dir_fd=parent)
+        child = os.open(part, _DIRECTORY, dir_fd=parent)
+    os.close(parent)
+    return child
 
 
 def collect(

@@ -19,9 +19,11 @@ RUN, VERIFY, SESSION_OPEN, SESSION_RUN, SESSION_BRANCH, SESSION_CLOSE, RUN_HERE 
 SESSION_ABORT = 7
 """SESSION_ABORT ends the running call of a session, which is then rolled back; it has no reply.
 RUN_HERE is a RUN that is not handed over to a warmer interpreter; see `handover`."""
-EXITED, WALL, CPU, OUTPUT, SCRATCH, NO_SESSION, FILES, NO_COPY, ABORTED = range(9)
+EXITED, WALL, CPU, OUTPUT, SCRATCH, NO_SESSION, FILES, NO_COPY, ABORTED, NOT_STOPPED = range(10)
 """Why a call ended. EXITED means that the program ended by itself; see the wait status. NO_COPY: a
-session could not be copied, and nothing has changed; the status is an error number."""
+session could not be copied, and nothing has changed; the status is an error number. FILES: a file
+of the call could not be written; the status is an error number. NOT_STOPPED: a session's program
+ended, but one of its threads could not be stopped, so the call was rolled back."""
 
 
 REQUEST = struct.Struct("<QIIIIIIIIddII")
@@ -51,7 +53,8 @@ class WorkerRequest(NamedTuple):
 
 
 class WorkerReply(NamedTuple):
-    """Header of an answer. `status` is a wait status; `retire` asks the server for a new worker."""
+    """Header of an answer. `status` is a wait status, unless the cause says that it is an error
+    number; `retire` asks the server for a new worker."""
 
     seq: int
     status: int

@@ -7,8 +7,9 @@ process writes a record that names the module and exits, and the server runs the
 start in the warmer interpreter.
 
 Nothing happens twice: a call affects only its own scratch space and output, and both are discarded
-with the process that is given up. A program is handed over only within HANDOVER_S of its start and
-only by its own process. A later import is carried out where it is.
+with the process that is given up. A program is handed over only while it has used less than
+HANDOVER_S of CPU time, and only by its own process. A later import is carried out where it is. CPU
+time decides because wall time would depend on how busy the machine is.
 
 The record is untrusted like all others: see WorkerExecutor for what a false one can achieve.
 """
@@ -24,7 +25,7 @@ from rstar2.codeenv.jail import frames
 from rstar2.codeenv.jail.frames import Record
 
 HANDOVER_S = 0.5
-"""About the time of a cold import of SymPy: a longer program gains nothing by a new start."""
+"""CPU time, about that of a cold import of SymPy: a longer program gains nothing by a new start."""
 EXIT_CODE = 119
 
 
@@ -35,13 +36,14 @@ class WarmerFinder:
         self.names = names
         self.pid = 0
         self.until_s = 0.0
+        """Of the process's CPU clock."""
         self.result_fd = -1
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: object = None
     ) -> None:
         """Give the call up if the module is warm elsewhere; else leave the search to the others."""
-        if name in self.names and os.getpid() == self.pid and time.monotonic() < self.until_s:
+        if name in self.names and os.getpid() == self.pid and time.process_time() < self.until_s:
             os.write(self.result_fd, Record(frames.HANDOVER, name).pack())
             os._exit(EXIT_CODE)
 
@@ -60,5 +62,5 @@ def arm(result_fd: int) -> None:
     """In the process of a call, before its program runs."""
     for finder in _finders:
         finder.pid = os.getpid()
-        finder.until_s = time.monotonic() + HANDOVER_S
+        finder.until_s = time.process_time() + HANDOVER_S
         finder.result_fd = result_fd

@@ -186,8 +186,12 @@ def immortalize() -> None:
         return
     pid = os.fork()
     if pid == 0:
-        _immortalize()
-        os._exit(0)
+        status = 1
+        try:
+            _immortalize()
+            status = 0
+        finally:
+            os._exit(status)  # also if it raised: there is one zygote
     if os.waitpid(pid, 0)[1] == 0:
         _immortalize()
 

@@ -37,12 +37,12 @@ class RunningCall:
         self.deadline = self.started + request.wall_s
 
     def adopt(self, pid: int) -> None:
-        """Remember the child by its pid and a pidfd."""
+        """Remember the child by its pid and a pidfd, which also exists for one that has ended.
+
+        OSError if the worker may open no more files: it ends, and its call is tried elsewhere.
+        """
         self.pid = pid
-        try:
-            self.pidfd = os.pidfd_open(pid)
-        except OSError:
-            self.pidfd = -1  # it has ended already: its wait status is the result
+        self.pidfd = os.pidfd_open(pid)
 
     def parent_side(self) -> None:
         """Keep the reading ends only, non-blocking: other processes may hold a writing end."""
@@ -65,15 +65,12 @@ class RunningCall:
         self.kill_quietly()
 
     def kill_quietly(self) -> None:
-        if self.pidfd >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.pidfd, 9)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, 9)
 
     def close(self) -> None:
-        for reader in self.readers:
-            os.close(reader)
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
+        for descriptor in (*self.readers, self.pidfd):
+            os.close(descriptor)
 
 
 def cpu_time(pid: int) -> float:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import signal
 import struct
 
 from rstar2.codeenv.jail import syscalls
@@ -143,6 +144,12 @@ def _fcntl() -> bytes:
     return code + _only_if_equal(1, _FCNTL_ALLOWED, errno.EPERM)
 
 
+def _death_signal() -> bytes:
+    """The body of a rule for prctl: PR_SET_PDEATHSIG only with SIGKILL, other options as before."""
+    other = _op(_JEQ, _PR_SET_PDEATHSIG, 1, 0) + _op(_RET, _ALLOW)
+    return _argument(0) + other + _only_if_equal(1, (signal.SIGKILL,), errno.EPERM)
+
+
 def _connected_pair() -> bytes:
     """The body of the rule for socketpair without a mount namespace: only connected types."""
     code = _argument(1) + _op(_AND, _SOCK_TYPE)
@@ -183,15 +190,17 @@ def session_filter(level: str, forks: bool) -> BpfProgram:
     """The filter of a session's processes, installed once and inherited by every copy.
 
     The worker decides about each signal, and about each copy if programs may not fork: those system
-    calls wait for its answer.
+    calls wait for its answer. A session process asks for SIGKILL at the end of its worker; programs
+    cannot take that back, nor change by a filter of their own what system calls return.
     """
     nr = syscalls.numbers()
     code = _prologue(syscalls.MACHINE)
     for name in SIGNALS:
         code += _when(nr[name], _op(_RET, _NOTIFY))
-    for name in ("pidfd_send_signal", "pidfd_open"):
+    for name in ("pidfd_send_signal", "pidfd_open", "seccomp"):
         code += _when(nr[name], _refuse(errno.EPERM))
     if level != "strict":
+        code += _when(nr["prctl"], _death_signal())
         for name in _METADATA:
             if name in nr:
                 code += _when(nr[name], _refuse(errno.EPERM))

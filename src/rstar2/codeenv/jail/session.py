@@ -33,7 +33,7 @@ from rstar2.codeenv import deadlines
 from rstar2.codeenv.jail import cgroups, confine, files, frames, runner, seccomp, session_program
 from rstar2.codeenv.jail.frames import WorkerReply, WorkerRequest
 from rstar2.codeenv.jail.running_call import RunningCall, cpu_time
-from rstar2.codeenv.jail.session_files import SessionFiles
+from rstar2.codeenv.jail.session_files import FilesBefore, SessionFiles
 from rstar2.codeenv.jail.session_guard import SessionGuard
 from rstar2.codeenv.jail.session_process import (
     PipeFeeder,
@@ -48,6 +48,8 @@ _COARSE_CLOCK = 5
 """CLOCK_REALTIME_COARSE: the clock of file times."""
 _FIRST_CHECK_S = 0.005
 _NO_LIMIT_S = 1e9
+_SPARE_FILES = 64
+"""Descriptors that a worker needs in addition to two for each member."""
 
 
 class SessionWorker(JailWorker):
@@ -108,6 +110,8 @@ class SessionWorker(JailWorker):
         process = SessionProcess(pid, ours, next(self._numbers))
         listener = _receive_listener(ours)
         if listener is None or not process.stop():
+            if listener is not None:
+                os.close(listener)
             process.end()
             self._reply(request, frames.NO_SESSION)
             return
@@ -145,19 +149,25 @@ class SessionWorker(JailWorker):
 
     def _close(self, name: bytes) -> None:
         process = self.members.pop(name)
-        ended = process.end()
-        try:
-            self.session_files.drop(process.number)
-        except OSError:
-            ended = None
-        self._lost = self._lost or ended is None
+        if process.end() is None:
+            self._lost = True
+        self._drop_files(process.number)
         self._kill_strays()
+
+    def _drop_files(self, number: int) -> None:
+        """Remove the files of a member; the family is lost if that fails."""
+        try:
+            self.session_files.drop(number)
+        except OSError:
+            self._lost = True
 
     def _branch(self, request: WorkerRequest, name: bytes) -> None:
         process = self.members[name]
         start = request.name
         branch = bytes(self.body.view[start : start + request.code])
         number = next(self._numbers)
+        if 2 * len(self.members) + _SPARE_FILES > resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
+            return self._reply(request, frames.NO_COPY, errno.EMFILE)
         if not self._show_files(process):
             return self._reply(request, frames.NO_SESSION)
         try:
@@ -169,7 +179,8 @@ class SessionWorker(JailWorker):
         running.call.close()
         copy = running.copy
         if copy is None:
-            self.session_files.drop(number)
+            running.copy_socket.close()
+            self._drop_files(number)
         else:
             copy.number = number
             self.members[branch] = copy
@@ -194,10 +205,13 @@ class SessionWorker(JailWorker):
         if not self._show_files(process):
             self._reply(request, frames.NO_SESSION)
             return
-        if request.files and not files.place(self.given_files(request)):
-            self._reply(request, frames.FILES)
+        portable = self.spec.level != "strict"
+        before = self.session_files.snapshot() if portable else None
+        if request.files and (error := files.place(self.given_files(request))):
+            self._discard_changes(before)
+            self._reply(request, frames.FILES, error)
             return
-        since_ns = _file_time(advance=bool(request.collect))
+        since_ns = _next_file_time() if request.collect else 0
         view, start = self.body.view, request.name + request.code
         feeders = [
             PipeFeeder(view[request.name : start]),
@@ -210,12 +224,13 @@ class SessionWorker(JailWorker):
         status = self._keep_one(name, running)
         if running.copy is None:  # nothing was run
             call.close()
-            cause = frames.NO_COPY if running.error else frames.NO_SESSION
+            unchanged = running.error and name in self.members
+            cause = frames.NO_COPY if unchanged else frames.NO_SESSION
             self._reply(request, cause, running.error)
             return
         self._kill_strays()
         if call.cause == frames.SCRATCH:
-            self._discard_files(since_ns)
+            self._discard_changes(before)
         self._drain(call)
         call.close()
         out, err, record = self.streams
@@ -233,10 +248,15 @@ class SessionWorker(JailWorker):
             )
         )  # fmt: skip
 
-    def _discard_files(self, since_ns: int) -> None:
-        """Remove what a call wrote that used too much scratch: others could not run after it."""
+    def _discard_changes(self, before: FilesBefore | None) -> None:
+        """Remove what a call wrote that used too much scratch: others could not run after it.
+
+        In strict the size of the file system is the limit, and nothing is removed.
+        """
+        if before is None:
+            return
         try:
-            self.session_files.discard_since(since_ns)
+            self.session_files.discard_changes(before)
         except OSError:
             self._lost = True
 
@@ -277,16 +297,19 @@ class SessionWorker(JailWorker):
             running.copy_socket.close()
         for feeder in running.feeders:
             feeder.close()
-        if running.done and process.stop():
-            if copy is not None and copy.end() is None:
-                self._lost = True
-            return 0
+        if running.done:
+            if process.stop():
+                if copy is not None and copy.end() is None:
+                    self._lost = True
+                return 0
+            if not process.has_ended():
+                running.call.cause = frames.NOT_STOPPED
         ended = process.end()
         if ended is None:
             self._lost = True
         if copy is None:
             del self.members[name]  # the next order finds no session
-            self.session_files.drop(process.number)
+            self._drop_files(process.number)
         else:
             copy.number = process.number
             self.members[name] = copy
@@ -434,21 +457,20 @@ class SessionWorker(JailWorker):
                 return
             if pid == 0:
                 return
-            if pid in members:
-                self.members.pop(members[pid]).sock.close()
+            if pid in members:  # not by an order: the kernel killed it for memory, for example
+                process = self.members.pop(members[pid])
+                process.release()
+                self._drop_files(process.number)
 
 
 def _do_nothing() -> None:
     return
 
 
-def _file_time(advance: bool) -> int:
-    """The time that a file gets if it is changed now.
-
-    `advance` waits until that clock has advanced, so that no earlier change has the same time.
-    """
+def _next_file_time() -> int:
+    """A time of the clock of file times that no earlier change has."""
     before = time.clock_gettime_ns(_COARSE_CLOCK)
-    while (now := time.clock_gettime_ns(_COARSE_CLOCK)) == before and advance:
+    while (now := time.clock_gettime_ns(_COARSE_CLOCK)) == before:
         time.sleep(0.0005)
     return now
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from typing import NamedTuple
 
 from rstar2.codeenv.jail import scratch
 
@@ -22,8 +23,24 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _STORE = "store"
 _DEEPEST = 64
 """Directories inside each other that a branch copies."""
-_CHUNK = 1 << 20
 _FILES_MODE = 0o1777
+
+
+class FilesBefore(NamedTuple):
+    """Files before a call: the state of each inode, and the names with the inode of their parent.
+
+    Numbers of inodes may be used again: a file is the same one only in the same state.
+    """
+
+    states: dict[int, tuple[int, int, int]]
+    names: set[tuple[int, str]]
+
+
+def _state(info: os.stat_result) -> tuple[int, int, int]:
+    """What writing changes, but renaming and linking do not. Of a directory: only its type."""
+    if stat.S_ISDIR(info.st_mode):
+        return (stat.S_IFDIR, 0, 0)
+    return (stat.S_IFMT(info.st_mode), info.st_mtime_ns, info.st_blocks)
 
 
 class SessionFiles:
@@ -65,18 +82,58 @@ class SessionFiles:
             self.drop(number)
             raise
 
-    def discard_since(self, time_ns: int) -> None:
-        """Remove the files in place that changed at or after a time."""
+    def snapshot(self) -> FilesBefore:
+        """The files in place, as `discard_changes` compares with them."""
+        before = FilesBefore({}, set())
+
+        def note(here: int) -> list[str]:
+            directories = []
+            parent = os.fstat(here).st_ino
+            for name in os.listdir(here):
+                info = os.stat(name, dir_fd=here, follow_symlinks=False)
+                before.states[info.st_ino] = _state(info)
+                before.names.add((parent, name))
+                if stat.S_ISDIR(info.st_mode):
+                    directories.append(name)
+            return directories
+
+        self._walk(note, lambda name, here: None)
+        return before
+
+    def discard_changes(self, before: FilesBefore) -> None:
+        """Remove the files in place that were created or written since the snapshot.
+
+        Files that were only renamed or linked stay, under one name. So do directories that are not
+        empty then.
+        """
 
         def remove_new(here: int) -> list[str]:
             directories = []
+            parent = os.fstat(here).st_ino
             for name in os.listdir(here):
                 info = os.stat(name, dir_fd=here, follow_symlinks=False)
+                moved = (parent, name) not in before.names
                 if stat.S_ISDIR(info.st_mode):
                     directories.append(name)
-                elif info.st_ctime_ns >= time_ns:
+                elif before.states.get(info.st_ino) != _state(info) or (
+                    moved and info.st_nlink > 1
+                ):
                     os.unlink(name, dir_fd=here)
             return directories
+
+        def remove_directory(name: str, here: int) -> None:
+            if os.stat(name, dir_fd=here, follow_symlinks=False).st_ino in before.states:
+                return
+            try:
+                os.rmdir(name, dir_fd=here)
+            except OSError as error:
+                if error.errno != errno.ENOTEMPTY:
+                    raise
+
+        self._walk(remove_new, remove_directory)
+
+    def _walk(self, visit: Callable[[int], list[str]], leave: Callable[[str, int], None]) -> None:
+        """Walk the files in place, whatever modes a program gave them."""
 
         def enter(name: str, here: int) -> int:
             return _unlocked(name, here, _DIRECTORY, 0o700)
@@ -84,7 +141,7 @@ class SessionFiles:
         for place in self._keep:
             opened = self._open(place)
             try:
-                scratch.walk(opened, remove_new, enter, lambda name, here: None)
+                scratch.walk(opened, visit, enter, leave)
             finally:
                 os.close(opened)
 
@@ -186,12 +243,30 @@ def _copy_file(name: str, source: int, target: int) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     there = os.open(name, flags, 0o600, dir_fd=target)
     try:
-        done = 0
-        while count := os.sendfile(there, here, done, _CHUNK):
-            done += count
+        size = os.fstat(here).st_size
+        for start, end in _parts_with_data(here, size):
+            os.lseek(there, start, os.SEEK_SET)
+            while start < end and (count := os.sendfile(there, here, start, end - start)):
+                start += count
+        os.ftruncate(there, size)
     finally:
         os.close(here)
         os.close(there)
+
+
+def _parts_with_data(file: int, size: int) -> Iterator[tuple[int, int]]:
+    """Start and end of each part that is not a hole. A copy with the holes filled in could take
+    far more space."""
+    end = 0
+    while end < size:
+        try:
+            start = os.lseek(file, end, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return  # the rest is a hole
+            raise
+        end = os.lseek(file, start, os.SEEK_HOLE)
+        yield start, end
 
 
 def _unlocked(name: str, parent: int, flags: int, needed: int) -> int:

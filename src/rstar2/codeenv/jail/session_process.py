@@ -7,6 +7,7 @@ import resource
 import select
 import signal
 import socket
+import time
 from dataclasses import dataclass
 
 from rstar2.codeenv import deadlines
@@ -22,29 +23,56 @@ class SessionProcess:
         self.number = number
         """Of the member's files."""
         self._pidfd = os.pidfd_open(pid)
-        os.setpgid(pid, pid)
+        try:
+            os.setpgid(pid, pid)
+        except OSError:
+            os.close(self._pidfd)
+            raise
 
     def send(self, number: signal.Signals) -> None:
         signal.pidfd_send_signal(self._pidfd, number)
 
     def stop(self) -> bool:
-        """Stop all threads and wait until they have stopped; False if the process has ended."""
-        self.send(signal.SIGSTOP)
-        state = os.waitid(os.P_PIDFD, self._pidfd, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-        return state is not None and state.si_code == os.CLD_STOPPED
+        """Stop all threads and wait until they have stopped.
+
+        False if the process has ended, or if a thread has not stopped after SESSION_STOP_S: one
+        that waits in vfork stops when its child has ended. A change of state sends SIGCHLD, which
+        is blocked meanwhile, so that none is missed.
+        """
+        deadline = time.monotonic() + deadlines.SESSION_STOP_S
+        options = os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        try:
+            self.send(signal.SIGSTOP)
+            while (state := os.waitid(os.P_PIDFD, self._pidfd, options)) is None:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    return False
+                signal.sigtimedwait({signal.SIGCHLD}, left_s)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        return state.si_code == os.CLD_STOPPED
+
+    def has_ended(self, wait_s: float = 0.0) -> bool:
+        """Whether all threads have ended; waits up to `wait_s` for that."""
+        patience = select.poll()
+        patience.register(self._pidfd, select.POLLIN)
+        return bool(patience.poll(wait_s * 1000))
 
     def end(self) -> tuple[int, resource.struct_rusage] | None:
         """Kill and reap; None if the kernel has not ended the process after TEARDOWN_S."""
         self.send(signal.SIGKILL)
-        self.sock.close()
-        patience = select.poll()
-        patience.register(self._pidfd, select.POLLIN)
-        ended = patience.poll(deadlines.TEARDOWN_S * 1000)
-        os.close(self._pidfd)
+        ended = self.has_ended(deadlines.TEARDOWN_S)
+        self.release()
         if not ended:
             return None
         _, status, usage = os.wait4(self.pid, 0)
         return status, usage
+
+    def release(self) -> None:
+        """Close the descriptors; the process must be known to have ended, or be given up."""
+        self.sock.close()
+        os.close(self._pidfd)
 
 
 class PipeFeeder:

@@ -137,9 +137,10 @@ class JailWorker:
 
     def answer(self, request: WorkerRequest) -> None:
         """Run one plain call or verification and reply."""
-        if request.files and not files.place(self.given_files(request)):
-            clean = self.scratch.restore()
-            self.send(WorkerReply(request.seq, 0, frames.FILES, not clean, 0, 0, 0, 0.0, 0.0, 0.0))
+        if request.files and (error := files.place(self.given_files(request))):
+            retire = int(not self.scratch.restore())
+            reply = WorkerReply(request.seq, error, frames.FILES, retire, 0, 0, 0, 0.0, 0.0, 0.0)
+            self.send(reply)
             return
         call = self._start(request)
         self.watch(call)

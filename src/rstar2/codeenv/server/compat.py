@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
@@ -167,7 +168,7 @@ class Compat:
         return _without_output(result) if judge else result
 
     async def _batch(self, body: bytes, deadline_s: float, *, judge: bool) -> BatchResult:
-        batch = wire.read(body, BatchSubmission)
+        batch = _read_batch(body)
         if not batch.submissions:
             raise Refusal("invalid", "submissions: is empty; send at least one", "submissions")
         try:
@@ -197,6 +198,9 @@ class Compat:
     ) -> SubmissionResult | Refusal:
         """The result of one submission of a batch, or why it was refused."""
         try:
+            if _SURROGATE.search(raw):
+                text = "half of a surrogate pair (such as \\ud800) is no character; remove it"
+                raise Refusal("bad_json", text)
             submission = wire.read(bytes(raw), Submission)
             _check_python(submission.type, "type")
             return await self._submit(submission, deadline_s)
@@ -294,6 +298,35 @@ class Compat:
         return await self.table.call(wire.to_run(call, cap))
 
 
+_ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
+)
+"""An escape sequence of JSON; a surrogate without its pair is the group."""
+_SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
+"""The same as bytes, which are not UTF-8."""
+
+
+def _read_batch(body: bytes) -> BatchSubmission:
+    """A batch. The parser refuses a whole body for one lone surrogate, so the body is read again
+    with such escapes as bytes: then only the submission that has one is refused."""
+    try:
+        return wire.read(body, BatchSubmission)
+    except Refusal as refusal:
+        if refusal.wire.code != "bad_json":
+            raise
+        unescaped = _ESCAPE.sub(_as_bytes, body)
+        if unescaped == body:
+            raise
+        return wire.read(unescaped, BatchSubmission)
+
+
+def _as_bytes(escape: re.Match[bytes]) -> bytes:
+    lone = escape[1]
+    return chr(int(lone[1:], 16)).encode("utf-8", "surrogatepass") if lone else escape[0]
+
+
 def _check_python(language: str, field: str) -> None:
     if language != "python":
         raise Refusal("invalid", f"{field}: {language!r} is not supported; only 'python' is", field)
@@ -306,8 +339,8 @@ def _relative(path: str) -> str:
 def _refused(raw: msgspec.Raw, refusal: Refusal) -> SubmissionResult:
     """The place of a refused submission in the results of its batch."""
     try:
-        sub_id = msgspec.json.decode(raw, type=SubmissionId).sub_id
-    except msgspec.MsgspecError:
+        sub_id = wire.read(bytes(raw), SubmissionId).sub_id
+    except Refusal:
         sub_id = None
     sub_id = sub_id or str(uuid.uuid4())
     return SubmissionResult(sub_id, False, False, 0.0, "", str(refusal), "invalid_input")

@@ -22,9 +22,9 @@ import itertools
 import json
 import logging
 import os
-import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 from rstar2.codeenv import deadlines
@@ -37,19 +37,20 @@ from rstar2.codeenv.protocol import (
     VerifyRequest,
     VerifyResult,
 )
-from rstar2.codeenv.server import packages, probe, selfcheck
+from rstar2.codeenv.server import packages, selfcheck
+from rstar2.codeenv.server.results import build_result, verify_result
 from rstar2.codeenv.server.sessions import Sessions, memory_kill
 from rstar2.codeenv.server.workers import WorkerPool
 from rstar2.codeenv.server.zygotes import WorkerLostError
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError, DeadlineError, IsolationError, UserError
 from rstar2.machine import usable_cores
-from rstar2.types import Limits, Outcome, ToolResult, Truncation
+from rstar2.types import Limits, Outcome, ToolResult
 
 _log = logging.getLogger(__name__)
 
 _HANDOVER_MOST_S = 4 * handover.HANDOVER_S
-"""A call that took longer is run to its end where it is sent next: it is not handed over again."""
+"""A call that used more CPU time is run to its end where it is sent next."""
 
 WorkerAnswer = tuple[WorkerReply, bytes, bool]
 """The worker's reply, the streams, and whether the kernel killed the call for memory."""
@@ -74,7 +75,8 @@ class WorkerExecutor:
         self.slots = config.slots or usable_cores() + 1
         self.fallback = ""
         """Why the level is weaker than the one that was chosen; empty if it is not."""
-        self.setup = packages.prepare(config)
+        self.setup = packages.InterpreterSetup()
+        """What `start` prepares for the interpreters of programs."""
         self._build(isolation)
         self._numbers = itertools.count(1)
         self._lost = 0
@@ -89,6 +91,8 @@ class WorkerExecutor:
         the reason in `fallback`. If strict was requested, IsolationError names what does not hold.
         """
         try:
+            self.setup = await packages.prepare(self.config)
+            self._build(self.isolation)
             try:
                 await self._warm_up()
             except IsolationError as error:
@@ -128,8 +132,7 @@ class WorkerExecutor:
         self._closing = True
         self._sessions.drop_all()
         await self.workers.close()
-        if self.setup.directory:
-            await asyncio.to_thread(probe.remove_runtime, self.setup.directory)
+        await asyncio.to_thread(packages.discard, self.setup)
 
     @property
     def _flavours(self) -> tuple[str, ...]:
@@ -161,8 +164,8 @@ class WorkerExecutor:
 
     # ------------------------------------------------------------------ calls
 
-    def turn(self, request: RunRequest) -> asyncio.Lock | None:
-        """The lock of the call's session and its branches; None for a plain call."""
+    def turn(self, request: RunRequest) -> AbstractAsyncContextManager[None] | None:
+        """The call's turn among those of its session and branches; None for a plain call."""
         return None if request.session is None else self._sessions.turn(request.session)
 
     async def run(self, request: RunRequest, deadline: float) -> ToolResult:
@@ -214,7 +217,7 @@ class WorkerExecutor:
         """A plain call in the flavour that its text needs; in a warmer one if it is handed over.
 
         The record of a hand-over is untrusted. Each step but the last leads to a warmer flavour,
-        so a program can claim it a few times only; after it has used more time, only once.
+        so a program can claim it a few times only; after it has used more CPU time, only once.
         """
         flavour = self.workers.flavour_for(parts[0])
         while True:
@@ -224,7 +227,7 @@ class WorkerExecutor:
             if module is None:
                 return attempts, answer
             warmer = warmup.warmer(flavour, module, self.setup.packages)
-            quick = answer[0].wall_s <= _HANDOVER_MOST_S
+            quick = answer[0].cpu_s <= _HANDOVER_MOST_S
             if warmer is None or not quick or not self.workers.warm(warmer):
                 header = header._replace(kind=frames.RUN_HERE)
             if warmer is not None and self.workers.warm(warmer):
@@ -252,7 +255,7 @@ class WorkerExecutor:
             return VerifyResult(
                 request.id, error=error.name, message=str(error), infrastructure=True
             )
-        return _verify_result(request.id, reply, body, limits, oom, attempts)
+        return verify_result(request.id, reply, body, limits, oom, attempts)
 
     def _header(self, kind: int, limits: Limits, code: int, stdin: int) -> WorkerRequest:
         return WorkerRequest(
@@ -359,140 +362,3 @@ def _within(header: WorkerRequest, deadline: float) -> WorkerRequest:
     if left_s >= header.wall_s:
         return header
     return header._replace(wall_s=max(0.001, left_s))
-
-
-def _verify_result(
-    identity: str, reply: WorkerReply, body: bytes, limits: Limits, oom: bool, attempts: int
-) -> VerifyResult:
-    """The result of a verification from the worker's reply."""
-    record = Record.parse(reply.record_in(body))
-    base = VerifyResult(identity, wall_s=reply.wall_s, attempts=attempts)
-    if reply.cause in (frames.WALL, frames.CPU):
-        return replace(base, error="timeout", message=f"no answer in {reply.wall_s:.2f} s")
-    if record is not None and record.kind == frames.JSON:
-        return replace(base, value=json.loads(record.text))
-    if record is not None and record.kind == frames.REFUSED:
-        return replace(base, error=record.text, message=record.message)
-    _, message = status_of(reply, None, limits, oom)
-    return replace(base, error="memory" if oom else "crashed", message=message)
-
-
-# --------------------------------------------------------------------------- replies to results
-#
-# What was observed from outside (limits exceeded, wait status) decides the outcome first. The
-# child's own record counts only if it ended by itself.
-
-
-def clip(text: str, limit: int, already_cut: int = 0) -> tuple[str, int]:
-    """Cut the middle of a text to `limit` characters; the marker says how many are missing."""
-    if len(text) <= limit and not already_cut:
-        return text, 0
-    head, tail = (limit + 1) // 2, limit // 2
-    if len(text) <= limit:
-        head, tail = (len(text) + 1) // 2, len(text) // 2
-    cut = len(text) - head - tail + already_cut
-    end = text[len(text) - tail :] if tail else ""
-    return f"{text[:head]}\n[... {cut} characters cut ...]\n{end}", cut
-
-
-def limits_hit(cause: int, limits: Limits) -> tuple[Outcome, str] | None:
-    """Outcome and message of a call that the worker ended."""
-    if cause == frames.WALL:
-        return Outcome.TIMEOUT, f"Timed out after {limits.wall_s:g} s."
-    if cause == frames.CPU:
-        return Outcome.TIMEOUT, f"Used more than {limits.cpu_s:g} s of CPU time."
-    if cause == frames.OUTPUT:
-        cap = frames.output_cap(limits.output_chars or 0)
-        return Outcome.OUTPUT_LIMIT, f"Stopped after printing more than {cap} bytes."
-    if cause == frames.SCRATCH:
-        return Outcome.KILLED, (
-            f"Stopped: its files took more than {limits.scratch_mb} MB or could not be counted."
-        )
-    if cause == frames.FILES:
-        return Outcome.BAD_ARGUMENTS, "Not run: its files could not be written; rename them."
-    return None
-
-
-def status_of(
-    reply: WorkerReply, record: Record | None, limits: Limits, oom: bool
-) -> tuple[Outcome, str]:
-    """Outcome and message of a call that ended by itself, before output is looked at."""
-    if os.WIFSIGNALED(reply.status):
-        number = os.WTERMSIG(reply.status)
-        if oom:
-            return Outcome.MEMORY, f"Used more than {limits.memory_mb} MB of memory."
-        if number in (signal.SIGKILL, signal.SIGXCPU) and reply.cpu_s >= (limits.cpu_s or 0):
-            return Outcome.TIMEOUT, f"Used more than {limits.cpu_s:g} s of CPU time."
-        name = signal.Signals(number).name if number in _SIGNALS else f"signal {number}"
-        return Outcome.KILLED, f"The process was killed by {name}{_SIGNAL_HINTS.get(number, '')}."
-    code = os.WEXITSTATUS(reply.status)
-    if record is None or record.kind == frames.HANDOVER:
-        if code == 0:
-            return Outcome.OK, ""
-        return Outcome.EXCEPTION, f"The process exited with code {code}."
-    if record.kind == frames.MEMORY:
-        return Outcome.MEMORY, f"{record.message} (the limit is {limits.memory_mb} MB)"
-    if record.kind == frames.SYNTAX:
-        return Outcome.SYNTAX_ERROR, record.message
-    if record.kind == frames.EXCEPTION:
-        return Outcome.EXCEPTION, record.message
-    if record.kind == frames.EXIT or code != 0:
-        return Outcome.EXCEPTION, record.message or f"The process exited with code {code}."
-    return Outcome.OK, ""
-
-
-_SIGNALS = {int(s) for s in signal.Signals}
-_SIGNAL_HINTS = {
-    int(signal.SIGSEGV): " (crash: bad memory access or stack overflow)",
-    int(signal.SIGABRT): " (abort)",
-    int(signal.SIGSYS): " (forbidden system call)",
-    int(signal.SIGXFSZ): " (file too large)",
-}
-
-
-def build_result(
-    call_id: str,
-    reply: WorkerReply,
-    body: bytes,
-    limits: Limits,
-    isolation: str,
-    oom: bool = False,
-    attempts: int = 1,
-) -> ToolResult:
-    """The result of one call. Every limit in `limits` is set."""
-    stdout, stderr = body[: reply.stdout], body[reply.stdout : reply.stdout + reply.stderr]
-    record = Record.parse(reply.record_in(body))
-    hit = limits_hit(reply.cause, limits)
-    outcome, message = hit or status_of(reply, record, limits, oom)
-    if reply.left_out and not message:
-        message = files.left_out_message(reply.left_out)
-    chars = limits.output_chars or 0
-    out, out_cut = clip(stdout.decode("utf-8", "replace"), chars)
-    err, err_cut = clip(stderr.decode("utf-8", "replace"), chars)
-    value, value_cut, trace, trace_cut = None, 0, "", 0
-    if record is not None and hit is None:
-        if record.kind == frames.VALUE and not stdout and outcome is Outcome.OK:
-            value, value_cut = clip(record.text, chars, record.cut)
-        elif record.kind in (frames.EXCEPTION, frames.SYNTAX, frames.MEMORY):
-            trace, trace_cut = clip(record.text, chars, record.cut)
-    if outcome is Outcome.OK and not stdout and not stderr and value is None:
-        outcome = Outcome.NO_OUTPUT
-    signaled = os.WIFSIGNALED(reply.status)
-    return ToolResult(
-        call_id=call_id,
-        outcome=outcome,
-        stdout=out,
-        stderr=err,
-        value=value,
-        traceback=trace,
-        message=message,
-        truncated=Truncation(out_cut, err_cut, value_cut, trace_cut, reply.left_out),
-        exit_code=None if signaled else os.WEXITSTATUS(reply.status),
-        signal=os.WTERMSIG(reply.status) if signaled else None,
-        wall_s=reply.wall_s,
-        cpu_s=reply.cpu_s,
-        peak_mb=reply.peak_mb,
-        isolation=isolation,
-        attempts=attempts,
-        files=files.read(body[-reply.files :]) if reply.files else {},
-    )

@@ -6,6 +6,7 @@ against the interpreter that runs programs, so that a server with a wrong name d
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rstar2.codeenv.jail import cgroups
+from rstar2.codeenv.server import probe
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import UserError
 
@@ -40,8 +42,28 @@ class InterpreterSetup:
     """Warm-up programs of one's own."""
 
 
-def prepare(config: CodeEnvConfig) -> InterpreterSetup:
-    """Read the programs, unpack the wheels and check the names; UserError names what is wrong."""
+async def prepare(config: CodeEnvConfig) -> InterpreterSetup:
+    """Read the programs, unpack the wheels and check the names; UserError names what is wrong.
+
+    The event loop runs meanwhile. Nothing is left behind by a failure, or if the caller leaves.
+    """
+    preparing = asyncio.create_task(asyncio.to_thread(_prepare, config))
+    try:
+        return await asyncio.shield(preparing)
+    except asyncio.CancelledError:
+        await asyncio.wait([preparing])  # a thread cannot be cancelled
+        if preparing.exception() is None:
+            await asyncio.to_thread(discard, preparing.result())
+        raise
+
+
+def discard(setup: InterpreterSetup) -> None:
+    """Remove the unpacked wheels."""
+    if setup.directory:
+        probe.remove_runtime(setup.directory)
+
+
+def _prepare(config: CodeEnvConfig) -> InterpreterSetup:
     python = config.python or sys.executable
     programs = tuple(_read(Path(path)) for path in config.warm_up_programs)
     directories = [entry for entry in config.packages if "/" in entry]
@@ -49,10 +71,15 @@ def prepare(config: CodeEnvConfig) -> InterpreterSetup:
     directory = ""
     if directories:
         directory = tempfile.mkdtemp(prefix=f"{cgroups.owner_name()}-packages-")
+    try:
         for entry in directories:
             names += unpack(Path(entry), Path(directory))
-    if names or config.python:
-        _check(python, directory, names)
+        if names or config.python:
+            _check(python, directory, names)
+    except BaseException:
+        if directory:
+            probe.remove_runtime(directory)
+        raise
     return InterpreterSetup(python, tuple(dict.fromkeys(names)), directory, programs)
 
 

@@ -6,6 +6,8 @@ interpreter is closed, and the worker ends with the last member of its family.
 
 Invariants
 - A call whose caller has left is rolled back; the session stays usable.
+- A member whose lease has ended is closed in its worker, also if nobody waits for that any more.
+- A session does not expire while a call waits for its turn or for a slot.
 - A session that is lost stays lost: every later use raises SessionLostError with the reason. No
   call runs in a fresh interpreter under an old id, unless its owner opens the id again.
 """
@@ -14,10 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import secrets
 import time
 from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
 from rstar2.codeenv import deadlines
@@ -55,8 +60,21 @@ class SessionLease:
 
     info: SessionInfo
     family: SessionFamily
-    expires: float
-    busy: int = 0
+    key: str
+    """The member's name in its worker. No other lease has it, also if its id is used again."""
+    expires: float = 0.0
+    users: int = 0
+    """Calls and orders that use the session or wait for it; it does not expire meanwhile."""
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep the session from expiring; renew its lease at the end."""
+        self.users += 1
+        try:
+            yield
+        finally:
+            self.users -= 1
+            self.expires = time.monotonic() + self.info.ttl_s
 
 
 class Sessions:
@@ -72,6 +90,7 @@ class Sessions:
         """Id -> why the session was lost."""
         self._opening = 0
         self._sequence = 0
+        self._keys = (str(number) for number in itertools.count(1))
         self._janitor: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -87,19 +106,18 @@ class Sessions:
             link = await self._workers.make("base", self.limits, session=True)
         finally:
             self._opening -= 1
-        family = SessionFamily(link, {name})
         if name in self._live:
             self._workers.drop(link)
             raise _taken(name)
-        self._live[name] = SessionLease(info, family, time.monotonic() + info.ttl_s)
-        self._lost.pop(name, None)
-        try:
-            reply = await self._order(family, frames.SESSION_OPEN, name)
-            if reply.cause != frames.EXITED:
-                raise CodeEnvError(f"session {name!r}: its first process could not be confined")
-        except BaseException:
-            self._forget(name)
-            raise
+        lease = self._add(info, SessionFamily(link))
+        with lease.in_use():
+            try:
+                reply = await self._order(lease.family, frames.SESSION_OPEN, lease.key)
+                if reply.cause != frames.EXITED:
+                    raise CodeEnvError(f"session {name!r}: its first process could not be confined")
+            except BaseException:
+                self._end(lease)
+                raise
         if self._janitor is None:
             self._janitor = asyncio.create_task(self._expire(), name="session-leases")
         return info
@@ -109,50 +127,43 @@ class Sessions:
         parent = self._find(session)
         family = parent.family
         name = self._new_name(branch)
-        info = replace(parent.info, id=name, parent=session, calls=0)
-        self._live[name] = SessionLease(info, family, time.monotonic() + info.ttl_s, busy=1)
-        family.members.add(name)
-        parent.busy += 1
-        try:
-            self._make_room(family)
-            reply = await self._order(family, frames.SESSION_BRANCH, session, name)
-            self._check_reply(parent, reply)
-        except BaseException as error:
-            self._forget(name)
-            if isinstance(error, WorkerLostError):
-                raise self._lose_family(family, str(error)) from error
-            raise
-        finally:
-            parent.busy -= 1
-            parent.expires = time.monotonic() + parent.info.ttl_s
-        lease = self._live[name]
-        lease.busy = 0
-        lease.expires = time.monotonic() + info.ttl_s
-        self._lost.pop(name, None)
-        return info
+        lease = self._add(replace(parent.info, id=name, parent=session, calls=0), family)
+        with parent.in_use(), lease.in_use():
+            try:
+                self._make_room(family)
+                order = self._order(family, frames.SESSION_BRANCH, parent.key, lease.key)
+                self._check_reply(parent, await order)
+                self._check_live(lease)
+            except WorkerLostError as error:
+                self._forget(lease)
+                self._lose_family(family, str(error))
+                raise _lost_error(session, str(error)) from error
+            except BaseException:
+                self._end(lease)  # the worker may have made the branch although its caller has left
+                raise
+        return lease.info
 
     async def close(self, session: str) -> None:
         """End a session now. One that was lost is closed already."""
         if self._lost.pop(session, None) is not None:
             return
-        family = self._find(session).family
-        self._forget(session)
-        if family.members:
-            with contextlib.suppress(WorkerLostError):
-                await self._order(family, frames.SESSION_CLOSE, session)
+        closing = self._end(self._find(session))
+        if closing is not None:
+            await asyncio.shield(closing)
 
     def drop_all(self) -> None:
         """End every session: the server is closing."""
         for task in (self._janitor, *self._closing):
             if task is not None:
                 task.cancel()
-        for name in list(self._live):
-            self._forget(name)
+        for lease in list(self._live.values()):
+            self._forget(lease)
 
-    def turn(self, session: str) -> asyncio.Lock | None:
-        """The lock for calls of this session and its branches; None if there is no such session."""
+    def turn(self, session: str) -> AbstractAsyncContextManager[None] | None:
+        """The turn of a call among those of this session and its branches; None if there is no such
+        session. The session does not expire during the wait and the call."""
         lease = self._live.get(session)
-        return None if lease is None else lease.family.turn
+        return None if lease is None else _turn(lease)
 
     async def run(
         self, session: str, header: WorkerRequest, parts: tuple[bytes, ...], deadline: float
@@ -163,20 +174,18 @@ class Sessions:
         """
         lease = self._find(session)
         link = lease.family.link
-        name = session.encode()
-        header = header._replace(kind=frames.SESSION_RUN, name=len(name))
-        lease.busy += 1
-        try:
-            reply, body = await self._in_turn(lease.family, header, (name, *parts), deadline)
-        except WorkerLostError as error:
-            oom = await link.killed_for_memory()
-            lost = self._lose_family(lease.family, "it ran out of memory" if oom else str(error))
-            if oom:
-                return memory_kill(header), b"", True
-            raise lost from error
-        finally:
-            lease.busy -= 1
-            lease.expires = time.monotonic() + lease.info.ttl_s
+        key = lease.key.encode()
+        header = header._replace(kind=frames.SESSION_RUN, name=len(key))
+        with lease.in_use():
+            try:
+                reply, body = await self._in_turn(lease.family, header, (key, *parts), deadline)
+            except WorkerLostError as error:
+                oom = await link.killed_for_memory()
+                reason = "it ran out of memory" if oom else str(error)
+                self._lose_family(lease.family, reason)
+                if oom:
+                    return memory_kill(header), b"", True
+                raise _lost_error(session, reason) from error
         lease.info = replace(lease.info, calls=lease.info.calls + 1)
         self._check_reply(lease, reply)
         kills = cgroups.oom_kills(link.spec.group) if os.WIFSIGNALED(reply.status) else 0
@@ -195,33 +204,38 @@ class Sessions:
         parts: tuple[bytes, ...],
         deadline: float,
     ) -> tuple[WorkerReply, bytes]:
-        """Wait for the family's other calls, then ask; a caller that leaves aborts its call."""
+        """Wait for the family's other calls, then ask; a caller that leaves aborts its call.
+
+        The lock is held until the worker has answered, also if the caller does not wait for that.
+        """
         try:
             async with asyncio.timeout_at(deadline):
                 await family.lock.acquire()
         except TimeoutError:
             raise DeadlineError("the deadline passed before the session was free") from None
+        left_s = max(0.001, deadline - time.monotonic())
+        header = header._replace(wall_s=min(header.wall_s, left_s))
+        asking = asyncio.create_task(family.link.ask(header, parts, deadlines.SESSION_GRACE_S))
+        asking.add_done_callback(lambda done: family.lock.release())
         try:
-            left_s = max(0.001, deadline - time.monotonic())
-            header = header._replace(wall_s=min(header.wall_s, left_s))
-            grace_s = deadlines.SESSION_COPY_S + deadlines.WORKER_GRACE_S
-            asking = asyncio.ensure_future(family.link.ask(header, parts, grace_s))
-            try:
-                return await asyncio.shield(asking)
-            except asyncio.CancelledError:
-                family.link.abort()
-                await asyncio.wait([asking])
-                if not asking.cancelled() and asking.exception() is not None:
-                    self._lose_family(family, str(asking.exception()))
-                raise
-        finally:
-            family.lock.release()
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            family.link.abort()
+            asking.add_done_callback(lambda done: self._after_abort(family, done))
+            await asyncio.wait([asking])
+            raise
+
+    def _after_abort(
+        self, family: SessionFamily, asked: asyncio.Task[tuple[WorkerReply, bytes]]
+    ) -> None:
+        if not asked.cancelled() and asked.exception() is not None:
+            self._lose_family(family, str(asked.exception()))
 
     async def _order(
-        self, family: SessionFamily, kind: int, session: str, branch: str = ""
+        self, family: SessionFamily, kind: int, key: str, branch_key: str = ""
     ) -> WorkerReply:
         limits = self.limits
-        name, extra = session.encode(), branch.encode()
+        name, extra = key.encode(), branch_key.encode()
         self._sequence += 1
         header = WorkerRequest(
             self._sequence | 1 << 62, kind, len(name), len(extra), 0, limits.memory_mb or 0,
@@ -236,10 +250,15 @@ class Sessions:
         """Raise if the worker could not carry out an order."""
         name = lease.info.id
         if reply.cause == frames.NO_SESSION:
+            self._check_live(lease)
+            reason = "its process ended, or obeys no orders any more"
             if reply.retire:
-                raise self._lose_family(lease.family, "its files could not be put in place")
-            self._forget(name)
-            raise self._lose(name, "its process ended, or obeys no orders any more")
+                reason = "its files could not be put in place"
+                self._lose_family(lease.family, reason)
+            else:
+                self._forget(lease)
+                self._lose(name, reason)
+            raise _lost_error(name, reason)
         if reply.cause == frames.NO_COPY:
             raise CodeEnvError(
                 f"session {name!r} could not be copied: {os.strerror(reply.status)}; its state is "
@@ -269,6 +288,13 @@ class Sessions:
     def _ttl(self, asked: float | None) -> float:
         return min(asked or self._config.session_ttl_s, self._config.session_ttl_s)
 
+    def _add(self, info: SessionInfo, family: SessionFamily) -> SessionLease:
+        lease = SessionLease(info, family, next(self._keys))
+        self._live[info.id] = lease
+        family.members.add(info.id)
+        self._lost.pop(info.id, None)
+        return lease
+
     def _find(self, session: str) -> SessionLease:
         lease = self._live.get(session)
         if lease is not None:
@@ -277,44 +303,74 @@ class Sessions:
             raise _lost_error(session, self._lost[session])
         raise UserError(f"no session {session!r}: it was never opened, was closed or expired")
 
-    def _lose(self, session: str, reason: str) -> SessionLostError:
-        """Remember why a session was lost; returns the error for its callers."""
+    def _check_live(self, lease: SessionLease) -> None:
+        """Raise if the session was closed or lost while an order waited."""
+        if self._live.get(lease.info.id) is not lease:
+            self._find(lease.info.id)
+            raise UserError(f"no session {lease.info.id!r}: it was closed")
+
+    def _lose(self, session: str, reason: str) -> None:
+        """Remember why a session was lost."""
         self._lost[session] = reason
         while len(self._lost) > _REMEMBERED:
             self._lost.popitem(last=False)
-        return _lost_error(session, reason)
 
-    def _lose_family(self, family: SessionFamily, reason: str) -> SessionLostError:
-        error = _lost_error(next(iter(sorted(family.members)), ""), reason)
+    def _lose_family(self, family: SessionFamily, reason: str) -> None:
         for name in list(family.members):
-            self._forget(name)
+            self._forget(self._live[name])
             self._lose(name, reason)
-        return error
 
-    def _forget(self, session: str) -> None:
-        lease = self._live.pop(session, None)
-        if lease is None:
+    def _forget(self, lease: SessionLease) -> None:
+        """Remove a lease; the worker ends with the last of its family."""
+        name, family = lease.info.id, lease.family
+        if self._live.get(name) is not lease:
             return
-        lease.family.members.discard(session)
+        del self._live[name]
+        family.members.discard(name)
+        if not family.members:
+            self._workers.drop(family.link)
+
+    def _end(self, lease: SessionLease) -> asyncio.Task[None] | None:
+        """End a lease now and its member of the worker in the background; None if there is none."""
+        self._forget(lease)
         if not lease.family.members:
-            self._workers.drop(lease.family.link)
+            return None
+        closing = asyncio.create_task(self._close_member(lease))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        return closing
+
+    async def _close_member(self, lease: SessionLease) -> None:
+        family = lease.family
+        while family.members:  # the worker ends with the last of them
+            try:
+                reply = await self._order(family, frames.SESSION_CLOSE, lease.key)
+            except DeadlineError:
+                continue  # the orders before it took this long
+            except WorkerLostError as error:
+                self._lose_family(family, str(error))
+                return
+            if reply.retire:
+                self._lose_family(family, "processes of another member could not be ended")
+            return
 
     async def _expire(self) -> None:
         """Close sessions whose lease has expired."""
         while True:
             now = time.monotonic()
-            for name, lease in list(self._live.items()):
-                if lease.expires <= now and not lease.busy:
-                    lease.busy += 1  # it is not closed twice
-                    task = asyncio.create_task(self._close_expired(name))
-                    self._closing.add(task)
-                    task.add_done_callback(self._closing.discard)
-            soonest = min((s.expires for s in self._live.values()), default=now + 1.0)
+            unused = [lease for lease in self._live.values() if not lease.users]
+            for lease in unused:
+                if lease.expires <= now:
+                    self._end(lease)
+            soonest = min((lease.expires for lease in unused), default=now + 1.0)
             await asyncio.sleep(min(1.0, max(0.02, soonest - time.monotonic())))
 
-    async def _close_expired(self, session: str) -> None:
-        with contextlib.suppress(UserError, CodeEnvError, DeadlineError):
-            await self.close(session)
+
+@contextlib.asynccontextmanager
+async def _turn(lease: SessionLease) -> AsyncIterator[None]:
+    with lease.in_use():
+        async with lease.family.turn:
+            yield
 
 
 def _taken(name: str) -> Refusal:
