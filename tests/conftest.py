@@ -108,6 +108,18 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with random weights, made once for all workers."""
+
+    def make(path: Path) -> None:
+        from rstar2.learner.tiny import make_tiny
+
+        make_tiny(path, seed=0)
+
+    return once(tmp_path_factory, "tiny", make)
+
+
+@pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Real data sets, which are not part of the repository. Tests skip without them."""
     path = Path(os.environ.get("RSTAR2_SHARED_DATA", ROOT.parent / "shared" / "data"))

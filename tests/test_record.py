@@ -214,7 +214,7 @@ def test_the_lock_dies_with_its_process_even_if_a_child_lives_on(tmp_path: Path)
 def test_another_recipe_is_refused_naming_what_changed(tmp_path: Path) -> None:
     RunDirectory.create_or_resume(tmp_path, recipe()).close()
     before = sorted(p.name for p in tmp_path.iterdir())
-    with pytest.raises(RecipeError, match=r"seed: 0 -> 7(.|\n)*--fresh"):
+    with pytest.raises(RecipeError, match=r"seed: 0 -> 7(.|\n)*--fresh \(fresh=True in Python"):
         RunDirectory.create_or_resume(tmp_path, recipe(seed=7))
     assert sorted(p.name for p in tmp_path.iterdir()) == before
     assert yaml.safe_load((tmp_path / "recipe.yaml").read_text())["seed"] == 0

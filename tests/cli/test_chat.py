@@ -18,7 +18,6 @@ from rstar2.cli import main
 from rstar2.cli.chat import longest, model_directory
 from rstar2.cli.chat_output import ColouredOutput
 from rstar2.errors import UserError
-from rstar2.learner.tiny import make_tiny
 from rstar2.types import StopReason, Trajectory, decode
 
 
@@ -105,9 +104,8 @@ def test_exports_that_the_recipe_does_not_know_are_not_chosen_by_chance(tmp_path
 
 
 @pytest.mark.slow
-def test_a_tiny_model_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_tiny(tmp_path, 0)
-    arguments = ["chat", "--model", str(tmp_path), "--system", "none", "--max-length", "64"]
+def test_a_tiny_model_chats(tiny_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["chat", "--model", str(tiny_dir), "--system", "none", "--max-length", "64"]
     with pytest.raises(SystemExit) as exit_:
         main([*arguments, "--json", "What is 6 times 7?"])
     assert exit_.value.code == 0

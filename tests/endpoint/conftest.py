@@ -14,14 +14,6 @@ from rstar2.agent.template import Template
 from rstar2.config import TemplateConfig
 from rstar2.endpoint.server import EndpointServer
 from rstar2.engine.embedded import EmbeddedEngine
-from rstar2.learner.tiny import make_tiny
-
-
-@pytest.fixture(scope="session")
-def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny") / "model"
-    make_tiny(path, seed=0)
-    return path
 
 
 @pytest.fixture(scope="session")

@@ -369,7 +369,8 @@ def _check_same_environment(path: Path, environment: Mapping[str, Any]) -> None:
             }[key]
             raise RecipeError(
                 f"{path} {what}: put the old one back to resume it, start again with --fresh "
-                "(removes this run), or choose another directory with --run"
+                "(fresh=True in Python; it removes this run), or choose another run directory "
+                "(--run)"
             )
 
 
@@ -394,6 +395,6 @@ def _check_same_run(path: Path, recipe: Recipe) -> None:
         raise RecipeError(
             f"{path} was started with another recipe:\n"
             + "\n".join(lines)
-            + "\nput the old values back to resume it, start again with --fresh (removes this run),"
-            " or choose another directory with --run"
+            + "\nput the old values back to resume it, start again with --fresh (fresh=True in"
+            " Python; it removes this run), or choose another run directory (--run)"
         )

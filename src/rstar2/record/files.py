@@ -117,7 +117,7 @@ class RunLock:
             os.close(descriptor)
             raise UserError(
                 f"run directory {path.parent} is in use by {holder or 'another process'}: "
-                "wait for it to end, stop it, or choose another directory with --run"
+                "wait for it to end, stop it, or choose another run directory (--run)"
             ) from None
         os.ftruncate(descriptor, 0)
         started = time.strftime("%Y-%m-%d %H:%M:%S")
