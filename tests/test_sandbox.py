@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
+import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +22,7 @@ from rstar2 import AsyncSandbox, CodeEnvError, Outcome, Sandbox, UserError, sand
 from rstar2.codeenv.client import progress
 from rstar2.codeenv.client.background import background
 from rstar2.codeenv.client.client import CodeEnvClient
+from rstar2.codeenv.client.sandbox_calls import merge_limits
 from rstar2.types import Limits
 
 pytestmark = pytest.mark.slow
@@ -35,6 +38,20 @@ def box() -> Iterator[Sandbox]:
 
 def client_of(box: Sandbox) -> CodeEnvClient:
     return background().submit(box._calls.client()).result(60)
+
+
+def server_metric(box: Sandbox, name: str) -> float:
+    """A figure of /metrics: what the server itself has counted."""
+    endpoint = client_of(box).endpoints[0]
+    assert endpoint.owned is not None
+    request = urllib.request.Request(
+        f"{endpoint.url}/metrics", headers={"authorization": f"Bearer {endpoint.owned.token}"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    full = f"rstar2_codeenv_{name} "
+    (value,) = (line.removeprefix(full) for line in lines if line.startswith(full))
+    return float(value)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -84,9 +101,9 @@ def test_limits_hold_for_a_call_and_for_a_sandbox(box: Sandbox) -> None:
 
 
 def test_a_wall_limit_alone_is_also_the_limit_of_cpu_time() -> None:
-    limits = sandbox.merge_limits(Limits(cpu_s=1.0), {"wall_s": 9.0})
+    limits = merge_limits(Limits(cpu_s=1.0), {"wall_s": 9.0})
     assert (limits.wall_s, limits.cpu_s) == (9.0, 9.0)
-    assert sandbox.merge_limits(limits, {"wall_s": 2.0, "cpu_s": 1.0}).cpu_s == 1.0
+    assert merge_limits(limits, {"wall_s": 2.0, "cpu_s": 1.0}).cpu_s == 1.0
 
 
 def test_a_limit_of_a_sandbox_raises_the_cap_of_its_server() -> None:
@@ -202,6 +219,33 @@ def test_sessions_end_with_their_sandbox(box: Sandbox) -> None:
     assert box.session(id="mine").run("print('again')").stdout == "again\n"
 
 
+# --------------------------------------------------------------------------- reuse
+
+
+def test_the_group_of_a_call_reaches_the_server(box: Sandbox) -> None:
+    """What is reused is tested in tests/codeenv/test_reuse.py."""
+
+    def counted() -> float:
+        return sum(
+            server_metric(box, f'reuse_total{{result="{result}"}}')
+            for result in ("hit", "miss", "refused")
+        )
+
+    before = counted()
+    assert box.run("print(1)", reuse="one").stdout == "1\n"
+    assert [r.stdout for r in box.map(["print(1)"] * 3, reuse="one")] == ["1\n"] * 3
+    assert counted() == before + 4
+    box.run("print(1)")
+    assert counted() == before + 4
+
+
+def test_a_group_must_have_a_name(box: Sandbox) -> None:
+    with pytest.raises(UserError, match="reuse: must have 1 to 256 characters"):
+        box.run("1", reuse="")
+    with pytest.raises(UserError, match="reuse: must be text, is int"):
+        box.run("1", reuse=7)  # type: ignore[arg-type]
+
+
 # --------------------------------------------------------------------------- where it runs
 
 
@@ -219,14 +263,18 @@ async def test_both_kinds_work_beside_a_running_loop(box: Sandbox) -> None:
 
 
 async def test_a_cancelled_call_ends_in_the_server_too(box: Sandbox) -> None:
+    before = server_metric(box, "abandoned_total")
     async with AsyncSandbox(slots=SLOTS) as other:
-        call = asyncio.create_task(other.run("while True: pass", wall_s=60.0))
-        endpoint = client_of(box).endpoints[0]
-        await asyncio.to_thread(wait_until, lambda: endpoint.outstanding == 1)
+        call = asyncio.create_task(other.run("import time; time.sleep(50)", wall_s=60.0))
+        await asyncio.to_thread(wait_until, lambda: server_metric(box, "busy_slots") == 1)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        await asyncio.to_thread(wait_until, lambda: endpoint.outstanding == 0)
+        abandoned = before + 1
+        await asyncio.to_thread(
+            wait_until, lambda: server_metric(box, "abandoned_total") == abandoned
+        )
+        await asyncio.to_thread(wait_until, lambda: server_metric(box, "busy_slots") == 0)
 
 
 def test_threads_share_a_sandbox(box: Sandbox) -> None:
@@ -269,6 +317,24 @@ def test_a_failed_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(CodeEnvError, match="no code environment answered"):
             lost.run("1")
     lost.close()
+
+
+def test_packages_are_for_a_server_of_ones_own(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"packages: \['pandas'\] cannot be given with a URL"):
+        Sandbox("http://127.0.0.1:9", packages=["pandas"])
+    with pytest.raises(UserError, match="packages: 'pandas' must be a list"):
+        Sandbox(packages="pandas")
+    with pytest.raises(UserError, match="packages: 'no_such_package' is not installed"):
+        Sandbox(slots=1, packages=["no_such_package"]).run("1")
+
+
+def test_packages_reach_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with zipfile.ZipFile(tmp_path / "ownpack-1.0-py3-none-any.whl", "w") as archive:
+        archive.writestr("ownpack/__init__.py", "answer = 42\n")
+    monkeypatch.chdir(tmp_path)
+    with Sandbox(slots=1, packages=["./"]) as own:
+        assert own.run("import ownpack\nprint(ownpack.answer)", wall_s=60.0).stdout == "42\n"
+        assert client_of(own).endpoints[0].health.packages == ["ownpack"]
 
 
 def test_a_closed_sandbox_says_so() -> None:
@@ -358,4 +424,29 @@ def test_a_forked_child_gets_a_server_of_its_own(tmp_path: Path) -> None:
     pid = server_pid(process)
     out, err = process.communicate(timeout=180)
     assert (out.splitlines(), err) == (["3 True", "0 True"], "")
+    wait_until_gone(pid)
+
+
+def test_a_forked_child_leaves_the_sessions_of_its_parent_alone(tmp_path: Path) -> None:
+    process = script(
+        tmp_path,
+        "from rstar2 import UserError\n"
+        "session = box.session()\n"
+        "session.run('x = 41')\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    box.run('1')\n"
+        "    for use in (session.branch, lambda: session.run('x')):\n"
+        "        try:\n"
+        "            use()\n"
+        "        except UserError as error:\n"
+        "            print('refused', session.id in str(error), flush=True)\n"
+        "    session.close()\n"
+        "    box.close()\n"
+        "    sys.exit(0)\n"
+        "print(os.waitpid(pid, 0)[1], session.run('print(x + 1)').stdout.strip())\n",
+    )
+    pid = server_pid(process)
+    out, err = process.communicate(timeout=180)
+    assert (out.splitlines(), err) == (["refused True", "refused True", "0 42"], "")
     wait_until_gone(pid)

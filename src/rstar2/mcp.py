@@ -114,12 +114,24 @@ TOOLS = [
 ]
 
 
+@dataclass(slots=True, eq=False)
+class OpenedSession:
+    """A session, when it was last used, and how many calls run in it."""
+
+    session: CodeSession
+    used_s: float
+    """Loop time."""
+    running: int = 0
+
+
 @dataclass(slots=True)
 class ConversationSession:
     """The session of one conversation; the lock lets concurrent first calls open only one."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    session: CodeSession | None = None
+    callers: int = 0
+    """Calls that wait for the session to be opened."""
+    opened: OpenedSession | None = None
 
 
 class PythonTools:
@@ -137,9 +149,8 @@ class PythonTools:
         self._ttl_s = session_ttl_s
         self._conversation = conversation
         self._conversations: dict[str, ConversationSession] = {}
-        self._sessions: dict[str, CodeSession] = {}
-        self._used_s: dict[str, float] = {}
-        """When each session was last used; the longest unused one comes first."""
+        """Only those that have a session, or are opening one."""
+        self._sessions: dict[str, OpenedSession] = {}
 
     def server(self) -> Server[dict[str, Any]]:
         """An MCP server with both tools; one serves any number of conversations."""
@@ -181,11 +192,15 @@ class PythonTools:
         self, conversation: str | None, code: str, stdin: str = "", session: str | None = None
     ) -> CallToolResult:
         opened = await self._session(conversation, session)
-        self._touch(opened)
-        result = await opened.run(code, stdin, self._limits)
+        opened.running += 1
+        try:
+            result = await opened.session.run(code, stdin, self._limits)
+        finally:
+            opened.running -= 1
+            opened.used_s = asyncio.get_running_loop().time()
         if result.outcome is Outcome.INFRASTRUCTURE:
             await self._forget(opened)
-        return _answer(result, opened.id, named=conversation is None and session is None)
+        return _answer(result, opened.session.id, named=conversation is None and session is None)
 
     # ----------------------------------------------------------------- sessions
 
@@ -194,7 +209,7 @@ class PythonTools:
             return self._conversation
         return context.request.headers.get(MCP_SESSION_ID_HEADER)
 
-    async def _session(self, conversation: str | None, asked: str | None) -> CodeSession:
+    async def _session(self, conversation: str | None, asked: str | None) -> OpenedSession:
         """The session that was asked for, or the conversation's own, or a new one."""
         if asked is not None:
             known = self._sessions.get(asked)
@@ -206,46 +221,54 @@ class PythonTools:
         if conversation is None:
             return await self._open()
         own = self._conversations.setdefault(conversation, ConversationSession())
-        async with own.lock:
-            if own.session is None:
-                own.session = await self._open()
-            return own.session
+        own.callers += 1
+        try:
+            async with own.lock:
+                if own.opened is None:
+                    own.opened = await self._open()
+                return own.opened
+        finally:
+            own.callers -= 1
+            self._drop_empty(conversation, own)
 
-    async def _open(self) -> CodeSession:
+    async def _open(self) -> OpenedSession:
         await self._close_expired()
         try:
             session = await self._client.open(ttl_s=self._ttl_s)
         except UserError as error:  # a setting of this server, which no model can correct
             raise CodeEnvError(f"cannot open a session: {error}") from error
-        self._sessions[session.id] = session
-        self._touch(session)
-        return session
-
-    def _touch(self, session: CodeSession) -> None:
-        self._used_s.pop(session.id, None)
-        self._used_s[session.id] = asyncio.get_running_loop().time()
+        opened = OpenedSession(session, asyncio.get_running_loop().time())
+        self._sessions[session.id] = opened
+        return opened
 
     async def _close_expired(self) -> None:
-        """Close sessions that nobody has used for their TTL; the server has ended them by now."""
+        """Close sessions that no call has used for their TTL; the server has ended them by now."""
         oldest_s = asyncio.get_running_loop().time() - self._ttl_s
-        for name in [name for name, used_s in self._used_s.items() if used_s < oldest_s]:
-            if name in self._sessions:
-                await self._forget(self._sessions[name])
+        for opened in list(self._sessions.values()):
+            if opened.used_s < oldest_s and not opened.running:
+                await self._forget(opened)
 
-    async def _forget(self, session: CodeSession) -> None:
+    async def _forget(self, opened: OpenedSession) -> None:
         """A session that lost a call may have lost its state: the next call opens another."""
-        self._sessions.pop(session.id, None)
-        self._used_s.pop(session.id, None)
-        for own in self._conversations.values():
-            if own.session is session:
-                own.session = None
-        await session.close()
+        self._sessions.pop(opened.session.id, None)
+        for conversation, own in list(self._conversations.items()):
+            if own.opened is opened:
+                own.opened = None
+                self._drop_empty(conversation, own)
+        await opened.session.close()
+
+    def _drop_empty(self, conversation: str, own: ConversationSession) -> None:
+        """Forget a conversation that has no session and opens none."""
+        if own.opened is None and not own.callers:
+            self._conversations.pop(conversation, None)
 
     async def end(self, conversation: str) -> None:
-        """Close the session of a conversation that has ended."""
-        own = self._conversations.pop(conversation, None)
-        if own is not None and own.session is not None:
-            await self._forget(own.session)
+        """Close the session of a conversation that has ended, also one that is being opened."""
+        own = self._conversations.get(conversation)
+        if own is not None:
+            async with own.lock:
+                if own.opened is not None:
+                    await self._forget(own.opened)
 
 
 def _check(tool: Tool, arguments: dict[str, Any]) -> str | None:

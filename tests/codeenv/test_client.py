@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -248,6 +249,70 @@ async def test_a_session_lost_with_its_server_is_infrastructure(serve: Any) -> N
             with pytest.raises((CodeEnvError, UserError), match="session"):
                 await client.branch_session("s")
             await client.close_session("s")
+
+
+class SessionBreaker:
+    """A server that opens sessions and breaks the connection of every batch, `after` some bytes."""
+
+    def __init__(self, after: bytes) -> None:
+        self.after = after
+        self.batches: list[list[str]] = []
+        self.url = ""
+
+    async def __aenter__(self) -> SessionBreaker:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(EOFError, OSError), contextlib.closing(writer):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                length = int(head.lower().partition("content-length:")[2].split()[0])
+                body = await reader.readexactly(length)
+                answer: dict[str, Any] = {"status": "ok", "server": "breaker", "slots": 1}
+                if "/v1/batch" in head:
+                    self.batches.append([call["id"] for call in json.loads(body)["calls"]])
+                    writer.write(self.after)
+                    break
+                if "/v1/sessions" in head:
+                    answer = {"id": json.loads(body)["id"], "ttl_s": 60.0}
+                text = json.dumps(answer).encode()
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(text) + text)
+
+
+@pytest.mark.parametrize("after", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n"])
+async def test_a_call_of_a_session_is_sent_once(after: bytes) -> None:
+    """The connection breaks before or after the head of the answer, fresh or used before."""
+    async with SessionBreaker(after) as server, await connect(server) as client:
+        await client.open_session("s")
+        for call_id in ("a", "b"):
+            await until(lambda: client.endpoints[0].healthy)
+            lost = await run(client, call_id, "1", session="s")
+            assert lost.outcome is Outcome.INFRASTRUCTURE
+            assert "a call of a session is never sent twice" in lost.message
+        assert server.batches == [["a"], ["b"]]
+        await client.close_session("s")
+
+
+async def test_a_connection_that_was_idle_for_long_is_not_used_again(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server may be about to close it, and a call on its way would be lost."""
+    monkeypatch.setattr(deadlines, "HEALTH_EVERY_S", 600.0)  # no other request meanwhile
+    async with serve() as server, await connect(server) as client:
+        pool = client.endpoints[0].connections
+        await run(client, "a", "echo 1")
+        (first,) = pool.idle
+        await run(client, "b", "echo 1")
+        assert pool.idle == [first]
+        monkeypatch.setattr(deadlines, "IDLE_CONNECTION_S", -1.0)
+        await run(client, "c", "echo 1")
+        (second,) = pool.idle
+        assert (first is second, second.used) == (False, 1)
 
 
 async def test_a_wrong_token_is_one_clear_error(serve: Any) -> None:

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -22,8 +23,11 @@ from mcp.shared._httpx_utils import create_mcp_http_client
 from mcp.types import CallToolResult, TextContent
 
 from rstar2.codeenv.client import CodeEnvClient
+from rstar2.codeenv.protocol import SessionInfo
 from rstar2.config import CodeEnvConfig
+from rstar2.errors import QueueFullError
 from rstar2.mcp import PythonTools
+from tests.codeenv.conftest import FakeExecutor, Serve
 from tests.commands import CODEENV, codeenv_command
 
 START_S = 600
@@ -120,26 +124,43 @@ async def test_programs_sessions_and_mistakes(connect: Connect, codeenv: str) ->
         assert "s-none" in text(missing)
 
 
+def exists(codeenv: str, session: str) -> bool:
+    """Ask the code environment itself whether a session is open."""
+    call = {"id": f"exists-{uuid.uuid4().hex}", "code": "", "session": session}
+    status = httpx.post(codeenv + "/v1/run", json=call, timeout=120).status_code
+    assert status in (200, 404)
+    return status == 200
+
+
+async def in_session(client: Client, code: str) -> tuple[str, CallToolResult]:
+    """Run code in the session of the conversation; returns the session's id and the result."""
+    result = await client.call_tool("python_session", {"code": code})
+    return result.structured_content["session"], result
+
+
 @pytest.mark.slow
 async def test_a_conversation_has_one_session_which_ends_with_it(
     codeenv: str, http_url: str
 ) -> None:
-    before = health(codeenv)["sessions"]  # other tests leave some that end by their TTL
     async with Client(http_url, mode="legacy") as one, Client(http_url, mode="legacy") as two:
-        calls = [one.call_tool("python_session", {"code": "b = 1"}) for _ in range(3)]
-        await asyncio.gather(*calls)
-        assert text(await one.call_tool("python_session", {"code": "b"})) == "1"
-        assert (await two.call_tool("python_session", {"code": "b"})).is_error
-        assert health(codeenv)["sessions"] == before + 2
-    await until(lambda: health(codeenv)["sessions"] == before)
+        opened = await asyncio.gather(*(in_session(one, "b = 1") for _ in range(3)))
+        (mine,) = {session for session, _ in opened}
+        assert text((await in_session(one, "b"))[1]) == "1"
+        other, unknown = await in_session(two, "b")
+        assert unknown.is_error
+        assert other != mine
+        assert exists(codeenv, mine)
+        assert exists(codeenv, other)
+    await until(lambda: not exists(codeenv, mine))
+    await until(lambda: not exists(codeenv, other))
 
     arguments = [*CODEENV[1:], "mcp", "--url", codeenv]
     parameters = StdioServerParameters(command=CODEENV[0], args=arguments)
     async with Client(stdio_client(parameters)) as client:
-        await client.call_tool("python_session", {"code": "b = 2"})
-        assert text(await client.call_tool("python_session", {"code": "b"})) == "2"
-        assert health(codeenv)["sessions"] == before + 1
-    await until(lambda: health(codeenv)["sessions"] == before)
+        session, _ = await in_session(client, "b = 2")
+        assert text((await in_session(client, "b"))[1]) == "2"
+        assert exists(codeenv, session)
+    await until(lambda: not exists(codeenv, session))
 
 
 @pytest.mark.slow
@@ -257,3 +278,94 @@ async def test_an_infrastructure_failure_is_an_error_not_a_result(serve: Any) ->
             with pytest.raises(MCPError, match="could not execute"):
                 await caller.call_tool("python", {"code": "lost"})
             assert text(await caller.call_tool("python", {"code": "echo 1"})) == "1"
+
+
+# --------------------------------------------------------------------------- sessions in detail
+
+
+class Conversation:
+    """Calls the tools as the MCP server does for one conversation."""
+
+    def __init__(self, tools: PythonTools, name: str) -> None:
+        self.tools, self.name = tools, name
+
+    async def run(self, code: str) -> CallToolResult:
+        return await self.tools._python_session(self.name, code)
+
+
+@contextlib.asynccontextmanager
+async def fake_tools(serve: Serve, ttl_s: float) -> AsyncIterator[tuple[PythonTools, FakeExecutor]]:
+    """Both tools in front of a server that runs the language of FakeExecutor."""
+    async with serve() as server:
+        config = CodeEnvConfig(urls=(server.url,))
+        async with await CodeEnvClient.start(config) as client:
+            yield PythonTools(client, session_ttl_s=ttl_s), server.executor
+
+
+async def test_a_session_does_not_expire_while_a_call_runs_in_it(serve: Serve) -> None:
+    async with fake_tools(serve, ttl_s=1e-9) as (tools, executor):
+        long = asyncio.create_task(Conversation(tools, "long").run("hang"))
+        await until(lambda: bool(executor.running))
+        (running,) = executor.sessions
+        await Conversation(tools, "other").run("echo 1")  # opens a session: expired ones are closed
+        assert running in executor.sessions
+        executor.release.set()
+        assert not (await long).is_error
+        await Conversation(tools, "third").run("echo 1")
+        assert running not in executor.sessions  # now it has expired
+
+
+async def test_conversations_that_have_ended_or_failed_are_forgotten(serve: Serve) -> None:
+    async with fake_tools(serve, ttl_s=300.0) as (tools, executor):
+        for number in range(5):
+            await Conversation(tools, f"ended-{number}").run("echo 1")
+            await tools.end(f"ended-{number}")
+            with pytest.raises(MCPError, match="could not execute"):
+                await Conversation(tools, f"lost-{number}").run("lost")
+        assert not tools._conversations
+        assert not tools._sessions
+        assert not executor.sessions
+
+        async def refuse(session: str | None, ttl_s: float | None) -> SessionInfo:
+            raise QueueFullError("no more sessions", 0.1)
+
+        open_session, executor.open_session = executor.open_session, refuse  # type: ignore[method-assign]
+        calls = [Conversation(tools, "one").run("echo 1") for _ in range(3)]
+        refused = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(error, QueueFullError) for error in refused)
+        assert not tools._conversations
+        executor.open_session = open_session  # type: ignore[method-assign]
+        await Conversation(tools, "one").run("echo 1")
+        assert list(tools._conversations) == ["one"]
+
+
+async def test_expired_sessions_take_their_conversations_along(serve: Serve) -> None:
+    async with fake_tools(serve, ttl_s=1e-9) as (tools, executor):
+        for number in range(5):
+            await Conversation(tools, f"c{number}").run("echo 1")
+        assert list(tools._conversations) == ["c4"]
+        assert len(tools._sessions) == len(executor.sessions) == 1
+
+
+async def test_a_conversation_that_ends_while_its_session_is_opened_leaves_none(
+    serve: Serve,
+) -> None:
+    async with fake_tools(serve, ttl_s=300.0) as (tools, executor):
+        opening, opened = asyncio.Event(), asyncio.Event()
+        open_session = executor.open_session
+
+        async def slow(session: str | None, ttl_s: float | None) -> SessionInfo:
+            opening.set()
+            await opened.wait()
+            return await open_session(session, ttl_s)
+
+        executor.open_session = slow  # type: ignore[method-assign]
+        call = asyncio.create_task(Conversation(tools, "a").run("echo 1"))
+        await opening.wait()
+        end = asyncio.create_task(tools.end("a"))
+        await asyncio.sleep(0)
+        opened.set()
+        await asyncio.gather(call, end, return_exceptions=True)
+        assert not end.exception()
+        assert not tools._sessions
+        assert not executor.sessions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import math
 import os
 import secrets
@@ -19,6 +20,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from rstar2 import extras
+from rstar2.cli.limit_options import limit_options
 from rstar2.codeenv import deadlines
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.codeenv.protocol import RunRequest
@@ -51,34 +53,6 @@ Url = Annotated[
     str, typer.Option(help="Use the server at this URL instead of starting one for this command.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
-WallS = Annotated[float | None, typer.Option(help="Wall-time limit of a call in seconds.")]
-CpuS = Annotated[float | None, typer.Option(help="CPU-time limit of a call in seconds.")]
-MemoryMb = Annotated[
-    int | None, typer.Option(help="Memory limit in MB of a call and its child processes.")
-]
-Processes = Annotated[
-    int | None, typer.Option(help="Maximum number of processes and threads of a call.")
-]
-FileMb = Annotated[
-    int | None, typer.Option(help="Maximum size in MB of a file that a call writes.")
-]
-ScratchMb = Annotated[int | None, typer.Option(help="Maximum scratch space in MB of a call.")]
-OutputChars = Annotated[
-    int | None, typer.Option(help="Maximum number of characters kept of each output stream.")
-]
-MaxWallS = Annotated[float | None, typer.Option(help="Highest wall_s that a call may request.")]
-MaxCpuS = Annotated[float | None, typer.Option(help="Highest cpu_s that a call may request.")]
-MaxMemoryMb = Annotated[int | None, typer.Option(help="Highest memory_mb that a call may request.")]
-MaxProcesses = Annotated[
-    int | None, typer.Option(help="Highest number of processes that a call may request.")
-]
-MaxFileMb = Annotated[int | None, typer.Option(help="Highest file_mb that a call may request.")]
-MaxScratchMb = Annotated[
-    int | None, typer.Option(help="Highest scratch_mb that a call may request.")
-]
-MaxOutputChars = Annotated[
-    int | None, typer.Option(help="Highest output_chars that a call may request.")
-]
 Packages = Annotated[
     str,
     typer.Option(
@@ -109,6 +83,14 @@ SessionScratchMb = Annotated[
         min=1,
     ),
 ]
+ReuseMb = Annotated[
+    int,
+    typer.Option(
+        help="Memory in MB for results that may be reused by calls that name a group; 0 reuses "
+        "none.",
+        min=0,
+    ),
+]
 Queue = Annotated[
     int, typer.Option(help="Maximum number of waiting calls; further ones get status 429.", min=1)
 ]
@@ -121,6 +103,8 @@ TokenFile = Annotated[
 
 
 @app.command()
+@functools.partial(limit_options, parameter="caps", prefix="max")
+@limit_options
 def serve(
     host: Annotated[
         str, typer.Option(help="Address to listen on; a token is required beyond loopback.")
@@ -137,20 +121,9 @@ def serve(
     session_ttl_s: SessionTtlS = CONFIG.session_ttl_s,
     session_memory_mb: SessionMemoryMb = CONFIG.session_memory_mb,
     session_scratch_mb: SessionScratchMb = CONFIG.session_scratch_mb,
-    wall_s: WallS = None,
-    cpu_s: CpuS = None,
-    memory_mb: MemoryMb = None,
-    processes: Processes = None,
-    file_mb: FileMb = None,
-    scratch_mb: ScratchMb = None,
-    output_chars: OutputChars = None,
-    max_wall_s: MaxWallS = None,
-    max_cpu_s: MaxCpuS = None,
-    max_memory_mb: MaxMemoryMb = None,
-    max_processes: MaxProcesses = None,
-    max_file_mb: MaxFileMb = None,
-    max_scratch_mb: MaxScratchMb = None,
-    max_output_chars: MaxOutputChars = None,
+    reuse_mb: ReuseMb = CONFIG.reuse_mb,
+    limits: Limits = Limits(),
+    caps: Limits = Limits(),
     packages: Packages = "",
     warmup: WarmUpPrograms = None,
     python: Python = "",
@@ -173,18 +146,13 @@ def serve(
     from rstar2.codeenv.server.serve import serve as run_server
     from rstar2.codeenv.wire import ServerReady
 
-    default, cap = _served_limits(
-        Limits(wall_s, cpu_s, memory_mb, processes, file_mb, scratch_mb, output_chars),
-        Limits(
-            max_wall_s, max_cpu_s, max_memory_mb, max_processes, max_file_mb, max_scratch_mb,
-            max_output_chars,
-        ),
-    )  # fmt: skip
+    default, cap = _served_limits(limits, caps)
     config = _config(
         host=host, port=port, isolation=isolation, slots=slots, queue=queue,
         connections=connections, token=_token(token_file), sessions=sessions,
         session_ttl_s=session_ttl_s, session_memory_mb=session_memory_mb,
-        session_scratch_mb=session_scratch_mb, default=default, cap=cap, python=python,
+        session_scratch_mb=session_scratch_mb, reuse_mb=reuse_mb, default=default, cap=cap,
+        python=python,
         packages=tuple(name.strip() for name in packages.split(",") if name.strip()),
         warm_up_programs=tuple(str(path) for path in warmup or ()),
     )  # fmt: skip
@@ -202,6 +170,7 @@ def serve(
 
 
 @app.command()
+@limit_options
 def run(
     file: Annotated[str, typer.Argument(help="Program to run, or - for stdin.")],
     stdin: Annotated[
@@ -210,13 +179,7 @@ def run(
     as_json: AsJson = False,
     isolation: Isolation = "auto",
     url: Url = "",
-    wall_s: WallS = None,
-    cpu_s: CpuS = None,
-    memory_mb: MemoryMb = None,
-    processes: Processes = None,
-    file_mb: FileMb = None,
-    scratch_mb: ScratchMb = None,
-    output_chars: OutputChars = None,
+    limits: Limits = Limits(),
 ) -> None:
     """Run one program in the jail and show its result.
 
@@ -227,15 +190,13 @@ def run(
     Its output goes to stdout, its errors and the summary to stderr; the value of a last expression
     is shown when nothing was printed. The exit code is 0 if the program succeeded, else 1.
     """
-    limits = _with_cpu(
-        Limits(wall_s, cpu_s, memory_mb, processes, file_mb, scratch_mb, output_chars)
-    )
+    limits = _with_cpu(limits)
     call = RunRequest(
         f"cli-{secrets.token_hex(8)}",
         sys.stdin.read() if file == "-" else _read(Path(file), "FILE"),
         "" if stdin is None else _read(stdin, "--stdin"),
         limits,
-        deadline_s=deadlines.COMMAND_QUEUE_S + (wall_s or 60.0),
+        deadline_s=deadlines.COMMAND_QUEUE_S + (limits.wall_s or 60.0),
     )
     result = asyncio.run(_run_one(call, _client_config(url, isolation, slots=1, warm_up="never")))
     if as_json:
@@ -251,6 +212,7 @@ async def _run_one(call: RunRequest, config: CodeEnvConfig) -> ToolResult:
 
 
 @app.command()
+@limit_options
 def mcp(
     http: Annotated[
         bool, typer.Option("--http", help="Serve over HTTP instead of stdin and stdout.")
@@ -270,13 +232,7 @@ def mcp(
     sessions: Sessions = CONFIG.sessions,
     session_ttl_s: SessionTtlS = CONFIG.session_ttl_s,
     session_memory_mb: SessionMemoryMb = CONFIG.session_memory_mb,
-    wall_s: WallS = None,
-    cpu_s: CpuS = None,
-    memory_mb: MemoryMb = None,
-    processes: Processes = None,
-    file_mb: FileMb = None,
-    scratch_mb: ScratchMb = None,
-    output_chars: OutputChars = None,
+    limits: Limits = Limits(),
 ) -> None:
     """Serve the code environment to MCP clients, as the tools `python` and `python_session`.
 
@@ -290,9 +246,7 @@ def mcp(
     extras.need("mcp", feature="rstar2 codeenv mcp")
     from rstar2 import mcp as serving
 
-    limits = _with_cpu(
-        Limits(wall_s, cpu_s, memory_mb, processes, file_mb, scratch_mb, output_chars)
-    )
+    limits = _with_cpu(limits)
     token = _token(token_file)
     listen = _config(host=host, port=port, token=token)
     config = _config(

@@ -67,6 +67,8 @@ HEADER_READ_S = 20.0
 """A caller must have sent the whole head of a request this long after its first byte."""
 KEEP_ALIVE_S = 75.0
 """A connection without a request is closed after this time."""
+IDLE_CONNECTION_S = KEEP_ALIVE_S / 2
+"""A client does not send another request over a connection that was idle for longer."""
 CLOSE_S = 10.0
 """A caller that has not read its last answer by then is disconnected."""
 ACCEPT_RETRY_S = 0.5

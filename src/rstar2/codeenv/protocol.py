@@ -21,7 +21,8 @@ class RunRequest:
     """Execute `code`. `deadline_s` is the caller's whole budget, time in the queue included.
 
     `files` are in the program's working directory when it starts, by relative path. With `collect`
-    the result has the files that the program created or changed there.
+    the result has the files that the program created or changed there. `reuse` names a group: a
+    deterministic program that has run in this group may be answered from memory.
     """
 
     id: str
@@ -32,6 +33,7 @@ class RunRequest:
     deadline_s: float | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
     collect: bool = False
+    reuse: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The HTTP protocol of the code environment: JSON bodies, their validation, and errors.
 
     POST /v1/run      {"id", "code", "stdin"?, "limits"?, "session"?, "deadline_s"?,
-                       "files"?: {path: base64}, "collect"?: bool}                 -> ToolResult
+                       "files"?: {path: base64}, "collect"?: bool, "reuse"?: group} -> ToolResult
     POST /v1/verify   {"id", "function", "arguments"?, "deadline_s"?}              -> VerifyResult
     POST /v1/batch    {"calls": [{"kind": "run", ...} | {"kind": "verify", ...}]}  -> BatchLines
     POST /v1/sessions {"id"?, "ttl_s"?}                                            -> SessionInfo
@@ -114,6 +114,7 @@ class RunIn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     deadline_s: float | None = None
     files: dict[str, bytes] = {}
     collect: bool = False
+    reuse: str | None = None
 
 
 class VerifyIn(
@@ -238,10 +239,12 @@ def to_run(call: RunIn, cap: Limits) -> RunRequest:
         check_session_id(call.session, "session")
     if call.files:
         check_files(call.files)
+    if call.reuse is not None:
+        _check_id(call.reuse, "reuse")
     limits = _to_limits(call.limits, cap)
     return RunRequest(
         call.id, call.code, call.stdin, limits, call.session, call.deadline_s, call.files,
-        call.collect,
+        call.collect, call.reuse,
     )  # fmt: skip
 
 
@@ -371,7 +374,7 @@ def encode_call(request: CallRequest, deadline_s: float) -> bytes:
         )
     call = RunIn(
         request.id, request.code, request.stdin, _from_limits(request.limits), request.session,
-        deadline_s, dict(request.files), request.collect,
+        deadline_s, dict(request.files), request.collect, request.reuse,
     )  # fmt: skip
     return _encoder.encode(call)
 

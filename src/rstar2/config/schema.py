@@ -111,6 +111,9 @@ class CodeEnvConfig(Section):
     session_memory_mb: int = Field(1024, ge=64)
     session_scratch_mb: int = Field(128, ge=1)
     """Files of a session and all its branches together (strict), or of each (portable)."""
+    reuse_mb: int = Field(64, ge=0)
+    """Memory of a server for results that may be reused; 0 reuses none. Only calls that name a
+    group take part, and training names none."""
     default: Limits = Limits(
         wall_s=5.0,
         cpu_s=5.0,

@@ -40,6 +40,12 @@ class SharedClient:
         self.starting = asyncio.create_task(CodeEnvClient.start(config))
         self.expiry: asyncio.TimerHandle | None = None
 
+    @property
+    def failed(self) -> bool:
+        """True if the client could not be started."""
+        starting = self.starting
+        return starting.done() and (starting.cancelled() or starting.exception() is not None)
+
     async def close(self) -> None:
         """Stop the client and its server, also in the middle of their start."""
         if self.expiry is not None:
@@ -94,18 +100,23 @@ class BackgroundLoop:
         try:
             return await _announced(shared.starting)
         except BaseException:
-            if shared.starting.done() and self._clients.get(config) is shared:
-                del self._clients[config]  # it failed: the next sandbox tries again
-            self.release(config)
+            self._leave(config, shared)
             raise
 
     def release(self, config: CodeEnvConfig) -> None:
         """One sandbox stopped using the client of these settings."""
         shared = self._clients.get(config)
-        if shared is None:
-            return
+        if shared is not None:  # else the process is ending
+            self._leave(config, shared)
+
+    def _leave(self, config: CodeEnvConfig, shared: SharedClient) -> None:
+        """One user less. Only a client that is still the one of these settings is dropped."""
         shared.users -= 1
-        if shared.users == 0:
+        if self._clients.get(config) is not shared:
+            return
+        if shared.failed:
+            del self._clients[config]  # the next sandbox tries again
+        elif shared.users == 0:
             wait_s = 0.0 if config.urls else KEEP_WARM_S
             shared.expiry = self.loop.call_later(wait_s, self._expire, config)
 

@@ -350,7 +350,7 @@ class Dispatcher:
         call.attempts += counts
         if call.future.done():
             return None
-        if counts and call.pinned is not None:
+        if call.pinned is not None and (counts or reason is Retry.STALE_CONNECTION):
             message = f"{why}; a call of a session is never sent twice"
             return self.resolve(
                 call, infrastructure_result(call.request, message, "", call.attempts)

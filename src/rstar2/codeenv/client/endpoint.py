@@ -271,6 +271,15 @@ class Connection:
     writer: asyncio.StreamWriter
     reusable: bool = True
     used: int = 0
+    idle_since: float = 0.0
+    """Loop time."""
+
+    @property
+    def stale(self) -> bool:
+        """True if the server has closed it, or may be about to."""
+        idle_s = asyncio.get_running_loop().time() - self.idle_since
+        closed = self.reader.at_eof() or self.writer.is_closing()
+        return closed or idle_s > deadlines.IDLE_CONNECTION_S
 
     @classmethod
     async def open(cls, address: Address) -> Connection:
@@ -369,7 +378,7 @@ class Lease:
     async def __aenter__(self) -> Connection:
         while self.pool.idle and self.connection is None:
             connection = self.pool.idle.pop()
-            if connection.reader.at_eof() or connection.writer.is_closing():
+            if connection.stale:
                 connection.close()
             else:
                 self.connection = connection
@@ -387,6 +396,7 @@ class Lease:
         assert self.connection is not None
         self.pool.busy.remove(self.connection)
         if error is None and self.connection.reusable:
+            self.connection.idle_since = asyncio.get_running_loop().time()
             self.pool.idle.append(self.connection)
         else:
             self.connection.close()

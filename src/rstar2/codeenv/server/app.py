@@ -95,7 +95,7 @@ class CodeEnvApp:
             self.table.metrics.refused["unauthorized"] += 1
             return await send_unauthorized(send)
         if (method, path) == ("GET", "/metrics"):
-            text = metrics.render(self.table.metrics, self.table.health(), self.table.active)
+            text = metrics.render(self.table)
             return await _send(send, 200, text.encode(), b"text/plain; version=0.0.4")
         if (method, path) == ("POST", "/v1/batch"):
             return await self._batch(await self._read_body(scope, receive), receive, send)

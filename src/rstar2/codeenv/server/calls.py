@@ -1,6 +1,7 @@
 """The call table: the one owner of every call on this server, from admission to answer.
 
     submit -> known id? join or replay -> admission -> queue -> slot -> executor -> answer
+                                              +-> reuse: the same program ran in this group
 
 It owns admission, one execution per id, the order of the queue, deadlines, cancellation and
 metrics. It knows no HTTP (see `app`), and the executor below it knows no ids, queue or metrics.
@@ -43,6 +44,7 @@ from rstar2.codeenv.protocol import (
     is_infrastructure,
     outcome_name,
 )
+from rstar2.codeenv.server.reuse import ReuseMemory
 from rstar2.codeenv.wire import Refusal
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import (
@@ -126,6 +128,7 @@ class CallTable:
         self.server = server
         self.slots = executor.slots
         self.metrics = CallMetrics()
+        self.reuse = ReuseMemory(executor, config)
         self.shutting_down = False
         self._entries: dict[str, CallEntry] = {}
         """Calls that a request with the same id can join."""
@@ -269,9 +272,18 @@ class CallTable:
     # ----------------------------------------------------------------- execution
 
     async def _execute(self, request: CallRequest, admitted: float) -> CallResult:
+        """Answer from memory if the call allows it, else execute."""
+        deadline = admitted + (request.deadline_s or deadlines.DEFAULT_DEADLINE_S)
+        if not isinstance(request, RunRequest) or request.reuse is None:
+            return await self._execute_in_turn(request, admitted, deadline)
+        return await self.reuse.answer(
+            request, deadline, lambda: self._execute_in_turn(request, admitted, deadline)
+        )
+
+    async def _execute_in_turn(
+        self, request: CallRequest, admitted: float, deadline: float
+    ) -> CallResult:
         """Wait for a slot and execute; failures of the service become an infrastructure result."""
-        budget_s = request.deadline_s or deadlines.DEFAULT_DEADLINE_S
-        deadline = admitted + budget_s
         turn = self.executor.turn(request) if isinstance(request, RunRequest) else None
         try:
             if turn is None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from rstar2.codeenv.server.calls import CallMetrics, Histogram
-from rstar2.codeenv.wire import Health
+from rstar2.codeenv.server.calls import CallTable, Histogram
 
 
-def render(metrics: CallMetrics, health: Health, active: int) -> str:
+def render(table: CallTable) -> str:
     """The text that GET /metrics returns."""
+    metrics, health = table.metrics, table.health()
     out: list[str] = []
     _family(
         out, "rstar2_codeenv_calls_total", "counter", "Calls answered, by kind and outcome.",
@@ -19,6 +19,12 @@ def render(metrics: CallMetrics, health: Health, active: int) -> str:
     _family(
         out, "rstar2_codeenv_refused_total", "counter", "Requests and calls refused, by code.",
         {f'{{code="{code}"}}': n for code, n in sorted(metrics.refused.items())},
+    )  # fmt: skip
+    _family(
+        out, "rstar2_codeenv_reuse_total", "counter",
+        "Calls that name a group: answered from memory (hit), executed (miss), or executed because "
+        "the program might not be deterministic (refused).",
+        {f'{{result="{result}"}}': n for result, n in sorted(table.reuse.counts.items())},
     )  # fmt: skip
     for name, kind, text, value in (
         (
@@ -40,10 +46,11 @@ def render(metrics: CallMetrics, health: Health, active: int) -> str:
             health.restarts,
         ),
         ("queue_depth", "gauge", "Calls waiting for a slot.", health.queued),
-        ("active_calls", "gauge", "Calls admitted and not yet answered.", active),
+        ("active_calls", "gauge", "Calls admitted and not yet answered.", table.active),
         ("slots", "gauge", "Maximum number of calls executed at once.", health.slots),
         ("busy_slots", "gauge", "Slots executing a call.", health.busy),
         ("sessions", "gauge", "Live sessions.", health.sessions),
+        ("reuse_bytes", "gauge", "Memory of results that may be reused.", table.reuse.bytes),
     ):
         _family(out, f"rstar2_codeenv_{name}", kind, text, {"": value})
     _family(
