@@ -9,9 +9,11 @@ VLLM_INSTALLED := $(VLLM)/.installed
 # Only clusters need Ray, so the core environment does not have it.
 RAY := .venv-ray
 RAY_INSTALLED := $(RAY)/.installed
+# CI sets RETRY to .ci/twice, which runs failed tests once more.
+RETRY ?=
 # The tests of a file stay on one worker; tests/conftest.py has the exceptions and the order.
 WORKERS ?= $(shell nproc)
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(RETRY) $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help install quickstart test test-fast test-vllm test-cluster lint format wheel clean
 .DEFAULT_GOAL := help
@@ -42,7 +44,7 @@ $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt scripts/install_vllm.py
 	touch $@
 
 test-vllm: $(VLLM_INSTALLED)  ## run the tests against real vLLM servers on this machine's CPU
-	OMP_NUM_THREADS=1 $(VLLM)/bin/pytest tests/vllm
+	OMP_NUM_THREADS=1 $(RETRY) $(VLLM)/bin/pytest tests/vllm
 
 # verl's requirements exclude our version of transformers; its tool interface needs only these.
 VERL := verl==0.9.1 tensordict==0.10.0 codetiming==1.4.0 pyvers==0.2.3 cloudpickle==3.1.2 \
@@ -55,7 +57,7 @@ $(RAY_INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 test-cluster: $(RAY_INSTALLED)  ## run the tests on a two-node Ray cluster on this machine, and verl's
-	OMP_NUM_THREADS=1 $(RAY)/bin/pytest tests/cluster tests/trainers/test_verl.py
+	OMP_NUM_THREADS=1 $(RETRY) $(RAY)/bin/pytest tests/cluster tests/trainers/test_verl.py
 
 lint: $(INSTALLED)  ## run ruff and mypy
 	$(BIN)/ruff check .
