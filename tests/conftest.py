@@ -35,6 +35,16 @@ SLOW_FILES = {
 }
 """Files whose tests start servers, engines or learner ranks."""
 
+# Settings of the person who runs the tests change no outcome: where a server is, colours, sizes.
+for _name in (
+    *("RSTAR2_CODEENV_URL", "RSTAR2_CODEENV_TOKEN", "RSTAR2_CODEENV_DEBUG", "RSTAR2_MCP_URL"),
+    *("FORCE_COLOR", "NO_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "COLUMNS", "LINES"),
+    *("HF_ENDPOINT", "HF_HUB_OFFLINE", "OPENAI_API_KEY", "OPENAI_BASE_URL"),
+):
+    os.environ.pop(_name, None)
+_direct = ["127.0.0.1", "localhost", *filter(None, [os.environ.get("NO_PROXY")])]
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(_direct)
+
 # Hypothesis's own time limits measure the machine, not the code.
 settings.register_profile(
     "any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from rstar2 import extras
 from rstar2.cli import COMMANDS
@@ -22,6 +26,26 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 PACKAGES, MEGABYTES = 35, 250
 """Upper bounds of the bare installation; measured: see docs/sandbox.md."""
+
+
+def requirements_of(requirements: Iterable[str]) -> set[str]:
+    """The distributions that pip would install for some requirements; all are in this environment.
+
+    It has the same versions: `make install` resolves the same requirements with constraints.txt.
+    """
+    seen: set[tuple[str, str]] = set()
+    waiting = [Requirement(text) for text in requirements]
+    while waiting:
+        requirement = waiting.pop()
+        assert requirement.specifier.contains(metadata.version(requirement.name)), requirement
+        for extra in {"", *requirement.extras}:
+            if (requirement.name, extra) not in seen:
+                seen.add((requirement.name, extra))
+                children = map(Requirement, metadata.requires(requirement.name) or ())
+                waiting += [
+                    c for c in children if not c.marker or c.marker.evaluate({"extra": extra})
+                ]
+    return {name for name, _ in seen}
 
 
 @pytest.fixture(scope="session")
@@ -36,8 +60,16 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [sys.executable, "-m", "venv", "--without-pip", work / "bare"], check=True, timeout=300
     )
     python = work / "bare" / "bin" / "python"
-    install = ["--python", str(python), "install", "--quiet", "-c", str(ROOT / "constraints.txt")]
-    subprocess.run([*pip, *install, str(wheel)], check=True, timeout=600)
+    install = ["--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, *install, str(wheel)], check=True, timeout=300)
+    (packages,) = (work / "bare" / "lib").glob("python*/site-packages")
+    (own,) = metadata.distributions(path=[str(packages)])
+    without_extras = [text for text in own.requires or () if "extra ==" not in text]
+    for name in requirements_of(without_extras):
+        for file in metadata.files(name) or ():
+            if ".." not in file.parts:  # no scripts
+                (packages / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(str(file.locate()), packages / file)
     return python
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -11,11 +12,12 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from rstar2.cli import main
 from rstar2.codeenv.server.connections import raise_descriptor_limit
 from rstar2.types import Limits, Outcome, ToolResult, decode
 
@@ -23,12 +25,30 @@ pytestmark = pytest.mark.slow
 START_S = 600
 
 
-def rstar2(*args: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+def rstar2(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", "from rstar2.cli import main; main()", *args],
         input=stdin, capture_output=True, text=True, timeout=START_S,
-        env={**os.environ, "COLUMNS": "100", **environment},
+        env={**os.environ, "COLUMNS": "100"},
     )  # fmt: skip
+
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Calls `rstar2` in this process; (exit code, stdout, stderr)."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def call(*words: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as ended:
+            main(list(words))
+        out, err = capfd.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return call
 
 
 LIMITS = ("--output-chars", "9000", "--max-scratch-mb", "300", "--max-file-mb", "8")
@@ -79,63 +99,65 @@ def test_run_reads_a_program_from_stdin_and_shows_its_value(server: str) -> None
     assert (done.returncode, done.stdout) == (0, "42\n")
 
 
-def test_run_json_is_the_whole_result(server: str) -> None:
-    done = rstar2("codeenv", "run", "-", "--json", "--url", server, stdin="print(1/0)")
-    assert done.returncode == 1
-    result = decode(done.stdout, ToolResult)
+def test_run_json_is_the_whole_result(server: str, command: Command) -> None:
+    code, out, _ = command("codeenv", "run", "-", "--json", "--url", server, stdin="print(1/0)")
+    assert code == 1
+    result = decode(out, ToolResult)
     assert result.outcome is Outcome.EXCEPTION
     assert "ZeroDivisionError" in result.traceback
     assert result.isolation in ("strict", "portable")
 
 
-def test_run_keeps_the_limits_it_is_given(server: str) -> None:
-    args = ("codeenv", "run", "-", "--json", "--wall-s", "0.5", "--url", server)
-    result = decode(rstar2(*args, stdin="while True: pass").stdout, ToolResult)
-    assert result.outcome is Outcome.TIMEOUT
+def test_run_keeps_the_limits_it_is_given(server: str, command: Command) -> None:
+    words = ("codeenv", "run", "-", "--json", "--wall-s", "0.5", "--url", server)
+    _, out, _ = command(*words, stdin="while True: pass")
+    assert decode(out, ToolResult).outcome is Outcome.TIMEOUT
 
 
-def test_limits_above_the_cap_are_one_message(server: str) -> None:
-    done = rstar2("codeenv", "run", "-", "--wall-s", "1e9", "--url", server, stdin="1")
-    assert done.returncode == 2
-    assert "limits.wall_s" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_limits_above_the_cap_are_one_message(server: str, command: Command) -> None:
+    words = ("codeenv", "run", "-", "--wall-s", "1e9", "--url", server)
+    code, _, err = command(*words, stdin="1")
+    assert code == 2
+    assert "limits.wall_s" in err
+    assert "Traceback" not in err
 
 
-def test_a_missing_file_is_one_message() -> None:
-    done = rstar2("codeenv", "run", "/no/such/file.py")
-    assert done.returncode == 2
-    assert "/no/such/file.py" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_missing_file_is_one_message(command: Command) -> None:
+    code, _, err = command("codeenv", "run", "/no/such/file.py")
+    assert code == 2
+    assert "/no/such/file.py" in err
+    assert "Traceback" not in err
 
 
-def test_serve_refuses_other_machines_without_a_token() -> None:
-    done = rstar2("codeenv", "serve", "--host", "0.0.0.0", "--port", "0", RSTAR2_CODEENV_TOKEN="")
-    assert done.returncode == 2
-    assert "token" in done.stderr
+def test_serve_refuses_other_machines_without_a_token(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RSTAR2_CODEENV_TOKEN", "")
+    code, _, err = command("codeenv", "serve", "--host", "0.0.0.0", "--port", "0")
+    assert code == 2
+    assert "token" in err
 
 
-def test_serve_names_a_port_that_is_taken() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        done = rstar2("codeenv", "serve", "--port", str(taken.getsockname()[1]))
-    assert done.returncode == 2
-    assert "port" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_serve_names_a_port_that_is_taken(command: Command) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, _, err = command("codeenv", "serve", "--port", str(taken.getsockname()[1]))
+    assert code == 2
+    assert "port" in err
+    assert "Traceback" not in err
 
 
-def test_serve_refuses_an_unknown_isolation() -> None:
-    done = rstar2("codeenv", "serve", "--isolation", "none")
-    assert done.returncode == 2
-    assert "isolation" in done.stderr
+def test_serve_refuses_an_unknown_isolation(command: Command) -> None:
+    code, _, err = command("codeenv", "serve", "--isolation", "none")
+    assert code == 2
+    assert "isolation" in err
 
 
-def test_an_empty_token_file_is_refused(tmp_path: Path) -> None:
+def test_an_empty_token_file_is_refused(command: Command, tmp_path: Path) -> None:
     empty = tmp_path / "token"
     empty.write_text("\n")
-    done = rstar2("codeenv", "serve", "--token-file", str(empty))
-    assert done.returncode == 2
-    assert "--token-file" in done.stderr
+    code, _, err = command("codeenv", "serve", "--token-file", str(empty))
+    assert code == 2
+    assert "--token-file" in err
 
 
 def test_bench_prints_calls_per_second(server: str) -> None:
@@ -153,13 +175,14 @@ def test_health_over_plain_http(server: str) -> None:
         assert json.load(answer)["isolation"] in ("strict", "portable")
 
 
-def test_serve_takes_every_limit_as_an_option(server: str) -> None:
+def test_serve_takes_every_limit_as_an_option(server: str, command: Command) -> None:
     with urllib.request.urlopen(server + "/health", timeout=120) as answer:
         health = json.load(answer)
     assert health["default"]["output_chars"] == 9000
     assert (health["cap"]["scratch_mb"], health["cap"]["file_mb"]) == (300, 8)
     assert health["default"]["file_mb"] == 8, "a default is lowered to its cap"
-    options = set(re.findall(r"--[a-z-]+", rstar2("codeenv", "serve", "--help").stdout))
+    _, out, _ = command("codeenv", "serve", "--help")
+    options = set(re.findall(r"--[a-z-]+", out))
     for field in Limits.__dataclass_fields__:
         name = field.replace("_", "-")
         assert {f"--{name}", f"--max-{name}"} <= options
@@ -170,11 +193,11 @@ def test_serve_takes_every_limit_as_an_option(server: str) -> None:
     ("option", "value"),
     [("--wall-s", "100"), ("--max-wall-s", "nan"), ("--memory-mb", "0"), ("--session-ttl-s", "-1")],
 )
-def test_serve_names_a_limit_it_cannot_have(option: str, value: str) -> None:
-    done = rstar2("codeenv", "serve", option, value, "--port", "0")
-    assert done.returncode == 2
-    assert option.removeprefix("--").replace("-", "_") in done.stderr.replace("-", "_")
-    assert "Traceback" not in done.stderr
+def test_serve_names_a_limit_it_cannot_have(command: Command, option: str, value: str) -> None:
+    code, _, err = command("codeenv", "serve", option, value, "--port", "0")
+    assert code == 2
+    assert option.removeprefix("--").replace("-", "_") in err.replace("-", "_")
+    assert "Traceback" not in err
 
 
 def test_1100_idle_connections_leave_the_service_alone(server: str, log: Path) -> None:
@@ -190,10 +213,10 @@ def test_1100_idle_connections_leave_the_service_alone(server: str, log: Path) -
         assert log.stat().st_size < 10_000, log.read_text()[:2000]
 
 
-def test_help_teaches() -> None:
-    done = rstar2("codeenv", "run", "--help")
-    assert "--memory-mb" in done.stdout
-    assert "rstar2 codeenv run" in done.stdout
+def test_help_teaches(command: Command) -> None:
+    _, out, _ = command("codeenv", "run", "--help")
+    assert "--memory-mb" in out
+    assert "rstar2 codeenv run" in out
 
 
 def test_doctor_reports_the_level_and_why() -> None:

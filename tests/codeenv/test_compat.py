@@ -229,7 +229,7 @@ async def test_what_cannot_be_honoured_is_refused(
 
 
 async def test_ping_and_status(serve: Any) -> None:
-    async with serve() as server, httpx.AsyncClient() as http:
+    async with serve() as server, httpx.AsyncClient(timeout=120) as http:
         assert (await http.get(server.url + "/ping")).json() == "pong"
         assert (await http.get(server.url + "/status")).json() == {"queue": 0, "num_workers": 4}
 

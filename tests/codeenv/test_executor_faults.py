@@ -38,7 +38,7 @@ from rstar2.config import CodeEnvConfig
 from rstar2.types import Limits
 
 async def main():
-    executor = WorkerExecutor(CodeEnvConfig(slots=2), sys.argv[1])
+    executor = WorkerExecutor(CodeEnvConfig(slots=2, warm_up="never"), sys.argv[1])
     await executor.start()
     table = CallTable(executor, executor.config, "test")
     session = await executor.open_session(None, None)
@@ -66,7 +66,7 @@ def levels() -> list[str]:
 
 @pytest_asyncio.fixture(params=levels())
 async def executor(request: pytest.FixtureRequest) -> AsyncIterator[WorkerExecutor]:
-    executor = WorkerExecutor(CodeEnvConfig(slots=2), request.param)
+    executor = WorkerExecutor(CodeEnvConfig(slots=2, warm_up="never"), request.param)
     await executor.start()
     yield executor
     await executor.close()
@@ -202,7 +202,7 @@ async def test_call_continues_while_one_of_two_waits_for_it(
 
 @pytest.mark.parametrize("level", levels())
 async def test_closing_leaves_nothing(level: str) -> None:
-    executor = WorkerExecutor(CodeEnvConfig(slots=2), level)
+    executor = WorkerExecutor(CodeEnvConfig(slots=2, warm_up="never"), level)
     await executor.start()
     table = CallTable(executor, executor.config, "test")
     await executor.open_session(None, None)
@@ -274,7 +274,7 @@ async def test_jail_that_does_not_hold_is_never_served(
         await real(executor)
 
     monkeypatch.setattr(selfcheck, "check", leaky)
-    config = CodeEnvConfig.model_validate({"slots": 1, "isolation": asked})
+    config = CodeEnvConfig.model_validate({"slots": 1, "warm_up": "never", "isolation": asked})
     executor = WorkerExecutor(config, "strict")
     if asked == "strict":
         with pytest.raises(IsolationError, match="memory"):

@@ -141,7 +141,7 @@ async def test_code_judges_batch_runs_programs(url: str) -> None:
 
 async def test_metrics_count_what_was_run(url: str, run: Any) -> None:
     await run("print(1)")
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=120) as http:
         text = (await http.get(url + "/metrics")).text
     assert 'rstar2_codeenv_calls_total{kind="run",outcome="ok"}' in text
     assert "rstar2_codeenv_slots 2" in text

@@ -271,7 +271,7 @@ async def test_callers_of_aborted_calls_learn_that_the_server_shuts_down(serve: 
 
 
 async def test_sessions_are_opened_branched_and_closed(serve: Any) -> None:
-    async with serve() as server, httpx.AsyncClient() as http:
+    async with serve() as server, httpx.AsyncClient(timeout=120) as http:
         opened = await http.post(server.url + "/v1/sessions", json={"id": "s", "ttl_s": 20})
         assert opened.json()["id"] == "s"
         branched = await http.post(server.url + "/v1/sessions/s/branch", json={"id": "t"})
@@ -281,7 +281,7 @@ async def test_sessions_are_opened_branched_and_closed(serve: Any) -> None:
 
 
 async def test_an_unknown_session_is_not_found(serve: Any) -> None:
-    async with serve() as server, httpx.AsyncClient() as http:
+    async with serve() as server, httpx.AsyncClient(timeout=120) as http:
         for answer in (
             await http.post(server.url + "/v1/run", json=run("a", "echo 1", session="gone")),
             await http.post(server.url + "/v1/sessions/gone/branch", json={}),
@@ -292,7 +292,7 @@ async def test_an_unknown_session_is_not_found(serve: Any) -> None:
 
 
 async def test_health_reports_level_limits_and_load(serve: Any) -> None:
-    async with serve() as server, httpx.AsyncClient() as http:
+    async with serve() as server, httpx.AsyncClient(timeout=120) as http:
         health = (await http.get(server.url + "/health")).json()
         assert health["status"] == "ok"
         assert health["isolation"] == "portable"
@@ -300,7 +300,7 @@ async def test_health_reports_level_limits_and_load(serve: Any) -> None:
 
 
 async def test_metrics_are_prometheus_text(serve: Any) -> None:
-    async with serve() as server, httpx.AsyncClient() as http:
+    async with serve() as server, httpx.AsyncClient(timeout=120) as http:
         await post(server.url, "/v1/run", run("a", "echo 1"))
         await post(server.url, "/v1/run", b"{")
         text = (await http.get(server.url + "/metrics")).text
@@ -313,7 +313,7 @@ async def test_metrics_are_prometheus_text(serve: Any) -> None:
 
 
 async def test_a_token_is_required_except_for_the_status_in_health(serve: Any) -> None:
-    async with serve(token="secret") as server, httpx.AsyncClient() as http:
+    async with serve(token="secret") as server, httpx.AsyncClient(timeout=120) as http:
         assert (await http.get(server.url + "/health")).json() == {"status": "ok"}
         for path in ("/metrics", "/status"):
             assert (await http.get(server.url + path)).status_code == 401

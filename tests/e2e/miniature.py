@@ -65,7 +65,7 @@ def miniature(directory: Path, **changes: Any) -> Recipe:
         "template": {"system": "none", "instruction": "none"},
         "agent": {"response_tokens": 48, "generate_deadline_s": 60, "tool_deadline_s": 30},
         "engine": {"kv_tokens": 4096, "max_sequences": 64},
-        "codeenv": {"slots": 2},
+        "codeenv": {"slots": 2, "warm_up": "never"},  # its programs import nothing
         "learner": {"threads": 1},
         "sft": {
             "data": str(talk),

@@ -217,7 +217,7 @@ async def test_a_url_ends_with_its_rollout_and_cannot_be_guessed(
     async with server.rollout(rollout):
         base = rollout.base_url
         guess = base.rsplit("/", 2)[0] + "/guess/v1"
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=120) as http:
             assert (await http.get(f"{guess}/models")).status_code == 404
             assert (await http.get(f"{base}/models")).status_code == 200
     async with AsyncOpenAI(base_url=base, api_key="any") as client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import random
@@ -72,6 +73,7 @@ def alive(pid: int) -> bool:
 
 
 def open_files() -> set[Path]:
+    gc.collect()  # or it may close files of earlier tests at any time
     return set(Path("/proc/self/fd").iterdir())
 
 

@@ -57,7 +57,7 @@ class Server:
             for line in self.stream:
                 yield line
             if self.hang:
-                await asyncio.sleep(30)
+                await asyncio.sleep(600)
 
         return StreamingResponse(lines(), media_type="text/event-stream")
 
@@ -65,7 +65,7 @@ class Server:
         return chat_server(self.list, self.complete)
 
 
-async def ask(chat: OpenAIChat, deadline_s: float = 10.0, **more: Any) -> Any:
+async def ask(chat: OpenAIChat, deadline_s: float = 120.0, **more: Any) -> Any:
     return await chat.complete(HELLO, max_tokens=64, temperature=0.5, deadline_s=deadline_s, **more)
 
 

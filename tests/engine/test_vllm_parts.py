@@ -125,7 +125,7 @@ def test_an_engine_has_a_server_or_a_url() -> None:
 async def test_a_server_that_is_not_there_is_an_engine_error() -> None:
     client = VllmClient("gone", url="http://127.0.0.1:9")
     with pytest.raises(EngineError, match="gone: /health"):
-        await client.health(5.0)
+        await client.health(120.0)
     await client.close()
 
 
@@ -142,9 +142,9 @@ async def test_an_invalid_response_is_an_engine_error() -> None:
     port = server.sockets[0].getsockname()[1]
     client = VllmClient("odd", url=f"http://127.0.0.1:{port}")
     with pytest.raises(EngineError, match="invalid response"):
-        await client.weight_version(5.0)
+        await client.weight_version(120.0)
     with pytest.raises(EngineError, match="/metrics: missing"):
-        await client.gauges(5.0)
+        await client.gauges(120.0)
     await client.close()
     server.close()
     await server.wait_closed()
@@ -224,7 +224,7 @@ async def test_all_turns_of_an_engine_are_requested_at_once(tmp_path: Path) -> N
 
     async with listening(tmp_path / "s", answer):
         client = VllmClient("e", socket=tmp_path / "s")
-        await asyncio.gather(*(client._ask("GET", "/", 30.0) for _ in range(300)))
+        await asyncio.gather(*(client._ask("GET", "/", 120.0) for _ in range(300)))
         await client.close()
 
 
@@ -237,8 +237,8 @@ async def test_a_connection_that_the_server_may_close_is_not_used(
 
     async with listening(tmp_path / "s", answer) as requests:
         client = VllmClient("e", socket=tmp_path / "s")
-        await client._ask("GET", "/", 30.0)
+        await client._ask("GET", "/", 120.0)
         await asyncio.sleep(0.5)
-        await client._ask("GET", "/", 30.0)
+        await client._ask("GET", "/", 120.0)
         await client.close()
     assert requests == [1, 1]

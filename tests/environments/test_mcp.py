@@ -132,26 +132,19 @@ async def test_the_server_dies_with_its_owner() -> None:
 
 @contextlib.asynccontextmanager
 async def http_server() -> AsyncIterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    program = (
-        f"import sys; sys.path.insert(0, {str(SERVER.parent)!r})\n"
-        "from mcp_server import server\n"
-        f"server.run('streamable-http', port={port})\n"
-    )
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", program, stderr=asyncio.subprocess.DEVNULL
-    )
+    """The server on a socket that listens before it starts: nobody else can take the port."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port, descriptor = listening.getsockname()[1], listening.fileno()
+        program = (
+            f"import sys, uvicorn; sys.path.insert(0, {str(SERVER.parent)!r})\n"
+            "from mcp_server import server\n"
+            f"uvicorn.run(server.streamable_http_app(), fd={descriptor})\n"
+        )
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", program, stderr=asyncio.subprocess.DEVNULL,
+            pass_fds=(descriptor,),
+        )  # fmt: skip
     try:
-        while True:
-            try:
-                _, writer = await asyncio.open_connection("127.0.0.1", port)
-            except OSError:
-                assert process.returncode is None
-                await asyncio.sleep(0.05)
-                continue
-            writer.close()
-            break
         yield f"http://127.0.0.1:{port}/mcp"
     finally:
         process.kill()

@@ -26,7 +26,7 @@ async def run(tool: OpenTool, code: str) -> ToolResult:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_python_and_sandboxed_functions_in_the_real_jail() -> None:
-    config = CodeEnvConfig(slots=2)
+    config = CodeEnvConfig(slots=2, warm_up="never")
     server = LocalServer(config)
     async with await CodeEnvClient.start(config, [server]) as sandbox:
         await check_fresh(sandbox)
@@ -60,16 +60,20 @@ async def check_session(sandbox: CodeEnvClient) -> None:
 async def check_sandboxed(sandbox: CodeEnvClient) -> None:
     """The source of the function runs in the jail, under its own time limit."""
 
-    @rstar2.tool(sandboxed=True, timeout_s=1.0)
-    def describe(n: int, loop: bool = False) -> dict[str, object]:
+    @rstar2.tool(sandboxed=True, timeout_s=60.0)
+    def describe(n: int) -> dict[str, object]:
         """Describe a number."""
         import math
 
-        while loop:
-            pass
         return {"n": n, "root": math.sqrt(n), "one": n / n}
 
-    env = rstar2.Environment([{"prompt": "?"}], lambda episode: 1.0, tools=[describe])
+    @rstar2.tool(sandboxed=True, timeout_s=0.5)
+    def loop() -> None:
+        """Never return."""
+        while True:
+            pass
+
+    env = rstar2.Environment([{"prompt": "?"}], lambda episode: 1.0, tools=[describe, loop])
     assert env.needs_sandbox
     episode = await env.open(env.problems("train", 1, 0)[0], seed=0, sandbox=sandbox)
     good = await episode.call(ToolCall("s-0", "describe", {"n": 4}), 60.0)
@@ -78,7 +82,7 @@ async def check_sandboxed(sandbox: CodeEnvClient) -> None:
     failed = await episode.call(ToolCall("s-1", "describe", {"n": 0}), 60.0)
     assert failed.outcome is Outcome.EXCEPTION
     assert "ZeroDivisionError" in failed.traceback
-    slow = await episode.call(ToolCall("s-2", "describe", {"n": 1, "loop": True}), 60.0)
+    slow = await episode.call(ToolCall("s-2", "loop", {}), 60.0)
     assert slow.outcome is Outcome.TIMEOUT
     await episode.close()
 

@@ -77,7 +77,7 @@ def test_demonstrations_have_the_format_and_seldom_the_answer() -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def sandbox() -> AsyncIterator[CodeEnvClient]:
-    client = await CodeEnvClient.start(CodeEnvConfig())
+    client = await CodeEnvClient.start(CodeEnvConfig(warm_up="never"))
     yield client
     await client.close()
 

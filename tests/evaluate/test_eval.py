@@ -111,7 +111,7 @@ def kill_after(count: int, words: list[str], file: Path) -> int:
             time.sleep(0.005)
     finally:
         started.send_signal(signal.SIGKILL)
-        started.wait(30)
+        started.wait(120)
     return max(lines, _lines(file))
 
 

@@ -97,13 +97,17 @@ def traces(pid: int) -> list[Path]:
     return [path for root in roots for pattern in patterns for path in root.glob(pattern)]
 
 
-@pytest.fixture
-async def client() -> AsyncIterator[CodeEnvClient]:
-    client = await CodeEnvClient.start(CodeEnvConfig(slots=2))
+@pytest.fixture(params=["never"])
+async def client(request: pytest.FixtureRequest) -> AsyncIterator[CodeEnvClient]:
+    """A client with a server of its own; the parameter says when other interpreters start."""
+    client = await CodeEnvClient.start(CodeEnvConfig(slots=2, warm_up=request.param))
     try:
         yield client
     finally:
         await client.close()
+
+
+all_interpreters = pytest.mark.parametrize("client", ["before"], indirect=True)
 
 
 def server_pid(client: CodeEnvClient) -> int:
@@ -137,6 +141,7 @@ async def some(calls: list[asyncio.Task[ToolResult]], count: int) -> None:
             await asyncio.sleep(0.01)
 
 
+@all_interpreters
 async def test_killing_the_server_loses_no_call_and_leaves_no_orphan(client: CodeEnvClient) -> None:
     calls = flood(client, 80)
     await some(calls, 10)
@@ -150,6 +155,7 @@ async def test_killing_the_server_loses_no_call_and_leaves_no_orphan(client: Cod
     assert not traces(first)
 
 
+@all_interpreters
 async def test_killing_workers_and_zygotes_loses_no_call(client: CodeEnvClient) -> None:
     """The programs themselves are not killed: that would be their own outcome."""
     calls = flood(client, 80)
@@ -167,7 +173,7 @@ async def test_killing_workers_and_zygotes_loses_no_call(client: CodeEnvClient) 
 
 
 async def test_closing_leaves_nothing() -> None:
-    client = await CodeEnvClient.start(CodeEnvConfig(slots=2))
+    client = await CodeEnvClient.start(CodeEnvConfig(slots=2, warm_up="never"))
     endless = asyncio.create_task(run(client, "endless", "while True: pass", limits=LONG))
     assert (await run(client, "a", "print(1)")).outcome is Outcome.OK
     server = server_pid(client)
@@ -186,7 +192,7 @@ from rstar2.codeenv.protocol import RunRequest
 from rstar2.config import CodeEnvConfig
 from rstar2.types import Limits
 async def main():
-    client = await CodeEnvClient.start(CodeEnvConfig(slots=1))
+    client = await CodeEnvClient.start(CodeEnvConfig(slots=1, warm_up="never"))
     limits = Limits(wall_s=60, cpu_s=60)
     asyncio.create_task(client.run(RunRequest("endless", "while True: pass", limits=limits)))
     owned = client.endpoints[0].owned
@@ -223,7 +229,7 @@ import asyncio, dataclasses, json
 from rstar2.codeenv.server.serve import serve
 from rstar2.config import CodeEnvConfig
 cap = dataclasses.replace(CodeEnvConfig().cap, wall_s=1000.0, cpu_s=1000.0)
-config = CodeEnvConfig(slots=1, cap=cap)
+config = CodeEnvConfig(slots=1, cap=cap, warm_up="never")
 def on_ready(ready):
     print(json.dumps({"url": ready.url}), flush=True)
 asyncio.run(serve(config, on_ready=on_ready, grace_s=1000.0))

@@ -154,7 +154,7 @@ async def test_tool_responses_are_those_of_the_real_code_environment() -> None:
         for operation in arithmetic.OPERATIONS
         for form in arithmetic.FIRST_FORMS
     ]
-    config = CodeEnvConfig(slots=2)
+    config = CodeEnvConfig(slots=2, warm_up="never")
     async with await CodeEnvClient.start(config) as client:
         real = await asyncio.gather(
             *(client.run(RunRequest(str(n), code)) for n, code in enumerate(codes))

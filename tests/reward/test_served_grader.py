@@ -21,7 +21,8 @@ def answered(answer: str) -> Trajectory:
 
 @pytest.mark.slow
 async def test_answers_are_graded_and_an_endless_one_is_survived() -> None:
-    async with await CodeEnvClient.start(CodeEnvConfig(isolation="auto", slots=2)) as client:
+    config = CodeEnvConfig(slots=2, warm_up="never")
+    async with await CodeEnvClient.start(config) as client:
         right, wrong = await asyncio.gather(
             *(
                 grade(answered(text), TRUTH, client, 60.0)
