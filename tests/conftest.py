@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.attacks.attacker import VARIANTS
+from tests.commands import codeenv_command
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,6 +25,12 @@ LONGEST_FIRST = (
 
 SPREAD = ("e2e",)
 """Folders whose tests share no fixture but `finished`: each of them may run on any worker."""
+
+SERVED = {
+    *("codeenv/test_served_executor.py", "codeenv/test_release_format.py"),
+    "trainers/test_examples.py",
+}
+"""Files that share the server of `served_url`: all of them run on one worker."""
 
 SLOW_FIXTURES = {"finished", "trained", "browser", "shared_cell", "installed"}
 """Fixtures that train a model, start a browser or an attack cell, or build a wheel."""
@@ -65,11 +72,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if file in SLOW_FILES or SLOW_FIXTURES & set(item.fixturenames):
             item.add_marker(pytest.mark.slow)
     rank = {name: number for number, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: rank.get(_folder(item), len(rank)))
+
+    def order(item: pytest.Item) -> tuple[int, bool]:
+        """Of the spread tests, those without `finished` come first: others wait for it."""
+        assert isinstance(item, pytest.Function)
+        folder = _folder(item)
+        waits = folder in SPREAD and "finished" in item.fixturenames
+        return rank.get(folder, len(rank)), waits
+
+    items.sort(key=order)
 
 
 class SharedFixtureScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """Keeps tests that share a costly fixture on one worker: those of a file or an attack cell.
+    """Keeps tests that share a costly fixture on one worker: of a file, a server, an attack cell.
 
     xdist's own `--dist loadgroup` has no effect with pytest 9.
     """
@@ -79,6 +94,8 @@ class SharedFixtureScheduling(LoadScopeScheduling):  # type: ignore[misc]
         folder = file.removeprefix("tests/").split("/")[0]
         if folder in SPREAD:
             return nodeid
+        if file.removeprefix("tests/") in SERVED:
+            return "served"
         if folder == "attacks":
             parameters = name.partition("[")[2]
             return max((v for v in VARIANTS if parameters.startswith(v)), key=len, default=file)
@@ -127,6 +144,13 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_tiny(path, seed=0)
 
     return once(tmp_path_factory, "tiny", make)
+
+
+@pytest.fixture(scope="session")
+def served_url() -> Iterator[str]:
+    """The URL of a code environment that was started by its command (see SERVED)."""
+    with codeenv_command("serve", "--port", "0", "--slots", "2") as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

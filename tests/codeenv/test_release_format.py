@@ -8,13 +8,10 @@ does the same and is ours.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-
-from tests.commands import codeenv_command
 
 pytestmark = pytest.mark.slow
 
@@ -51,12 +48,6 @@ def wrapped(code: str, *history: str) -> str:
     return "\n".join([SETUP, *calls, ""])
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with codeenv_command("serve", "--port", "0", "--slots", "2") as served:
-        yield served
-
-
 def submit(url: str, *programs: str | dict[str, Any]) -> list[dict[str, Any]]:
     submissions = [
         program if isinstance(program, dict)
@@ -70,9 +61,9 @@ def submit(url: str, *programs: str | dict[str, Any]) -> list[dict[str, Any]]:
     return results
 
 
-def test_cells_show_values_output_errors_and_history(url: str) -> None:
+def test_cells_show_values_output_errors_and_history(served_url: str) -> None:
     value, shown, sympy, later, error, stdin, refused = submit(
-        url,
+        served_url,
         wrapped("6 * 7"),
         wrapped("for i in range(3):\n    print(i)"),
         wrapped("import sympy\nsympy.factorint(91)"),
@@ -91,10 +82,10 @@ def test_cells_show_values_output_errors_and_history(url: str) -> None:
     assert refused["reason"] == "invalid_input"
 
 
-def test_a_program_may_take_ten_seconds(url: str) -> None:
+def test_a_program_may_take_ten_seconds(served_url: str) -> None:
     """code-judge's limit is 10 s, not the 5 s of our own API."""
     patient, endless = submit(
-        url,
+        served_url,
         wrapped("import time\ntime.sleep(5.5)\nprint('done')"),
         wrapped("import time\ntime.sleep(100)"),
     )

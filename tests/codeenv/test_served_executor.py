@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -22,23 +18,9 @@ from rstar2.types import Limits, Outcome, ToolResult
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from rstar2.cli import main; main()", "codeenv", "serve",
-         "--port", "0", "--slots", "2", "--json"],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    yield json.loads(process.stdout.readline())["url"]
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 0
-    process.stdout.close()
-
-
 @pytest.fixture
-async def client(url: str) -> AsyncIterator[CodeEnvClient]:
-    async with await CodeEnvClient.start(CodeEnvConfig(urls=(url,))) as client:
+async def client(served_url: str) -> AsyncIterator[CodeEnvClient]:
+    async with await CodeEnvClient.start(CodeEnvConfig(urls=(served_url,))) as client:
         yield client
 
 
@@ -105,12 +87,14 @@ async def test_a_session_keeps_state_rolls_back_and_branches(
     await client.close_session(branch)
 
 
-async def test_sandbox_fusions_client_runs_programs(url: str) -> None:
+async def test_sandbox_fusions_client_runs_programs(served_url: str) -> None:
     sandbox_fusion = pytest.importorskip("sandbox_fusion")
 
     def ask(code: str, **more: Any) -> Any:
         request = sandbox_fusion.RunCodeRequest(code=code, language="python", **more)
-        return sandbox_fusion.run_code(request, endpoint=url, max_attempts=1, client_timeout=120)
+        return sandbox_fusion.run_code(
+            request, endpoint=served_url, max_attempts=1, client_timeout=120
+        )
 
     done = await asyncio.to_thread(ask, "print(input()[::-1])", stdin="abc", run_timeout=10)
     assert (done.status, done.run_result.stdout, done.run_result.return_code) == (
@@ -125,7 +109,7 @@ async def test_sandbox_fusions_client_runs_programs(url: str) -> None:
     assert late.run_result.status == "TimeLimitExceeded"
 
 
-async def test_code_judges_batch_runs_programs(url: str) -> None:
+async def test_code_judges_batch_runs_programs(served_url: str) -> None:
     programs = [("print(int(input()) * 2)", "21", "42"), ("print(1)", "", "2"), ("1/0", "", None)]
     submissions = [
         {"type": "python", "solution": code, "input": given, "expected_output": expected}
@@ -133,15 +117,15 @@ async def test_code_judges_batch_runs_programs(url: str) -> None:
     ]
     async with httpx.AsyncClient(timeout=120) as http:
         body = {"type": "batch", "submissions": submissions}
-        results = (await http.post(url + "/run/long-batch", json=body)).json()["results"]
+        results = (await http.post(served_url + "/run/long-batch", json=body)).json()["results"]
     assert [r["run_success"] for r in results] == [True, True, False]
     assert [r["success"] for r in results] == [True, False, False]
     assert "ZeroDivisionError" in results[2]["stderr"]
 
 
-async def test_metrics_count_what_was_run(url: str, run: Any) -> None:
+async def test_metrics_count_what_was_run(served_url: str, run: Any) -> None:
     await run("print(1)")
     async with httpx.AsyncClient(timeout=120) as http:
-        text = (await http.get(url + "/metrics")).text
+        text = (await http.get(served_url + "/metrics")).text
     assert 'rstar2_codeenv_calls_total{kind="run",outcome="ok"}' in text
     assert "rstar2_codeenv_slots 2" in text

@@ -1,11 +1,9 @@
-"""Run the miniature in a process of its own and kill it, -9, at a chosen moment.
+"""The program of a process that runs the miniature and is killed, -9, at a chosen moment.
 
-    python -m tests.e2e.drive DATA RUN MOMENT [evaluated]   (from the repository's root)
-
-MOMENT: `never`; `step:STAGE:N` in the middle of the N-th step of a stage; `checkpoint:N` while the
-N-th checkpoint is half written; `stage:NAME` at the start of a stage or evaluation; `term:STAGE:N`
-sends SIGTERM instead of dying. `evaluated` also evaluates before SFT and after every RL step, and
-lets the first stage end at a plateau.
+A moment is `never`; `step:STAGE:N` in the middle of the N-th step of a stage; `checkpoint:N` while
+the N-th checkpoint is half written; `stage:NAME` at the start of a stage or evaluation;
+`term:STAGE:N` sends SIGTERM instead of dying. The kind `evaluated` also evaluates before SFT and
+after every RL step, and lets the first stage end at a plateau.
 """
 
 from __future__ import annotations
@@ -17,6 +15,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from rstar2.learner import checkpoint
 from rstar2.pipeline.controller import run
@@ -74,12 +74,17 @@ async def supervised(recipe: Any, directory: RunDirectory, view: Killer) -> None
     await run(recipe, directory, view)
 
 
-def main() -> None:
-    data, path, moment, *kind = sys.argv[1:]
+def main(data: Path, path: Path, moment: str, *kind: str) -> None:
+    """Output goes to a file beside the run; children are marked as descendants of the run."""
+    log = os.open(path.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.environ |= {"OMP_NUM_THREADS": "1", "RSTAR2_TEST_RUN": str(path)}
+    torch.set_num_threads(1)
     if moment.startswith("checkpoint:"):
         number = int(moment.partition(":")[2])
         checkpoint.write_meta = half_written(checkpoint.write_meta, number)
-    recipe = miniature(Path(data))
+    recipe = miniature(data)
     if kind:
         recipe = evaluated(recipe)
     with RunDirectory.create_or_resume(path, recipe) as directory:
@@ -88,7 +93,3 @@ def main() -> None:
         except asyncio.CancelledError:
             sys.exit(3)
         directory.event("finished")
-
-
-if __name__ == "__main__":
-    main()

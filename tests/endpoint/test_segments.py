@@ -10,14 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rstar2.agent.template import Template
-from rstar2.config import TemplateConfig
 from rstar2.endpoint.chat import read_reply
 from rstar2.endpoint.segments import ChatCall, ChatMessage, ChatPrompt, RolloutTokens, cut_at_stop
-from rstar2.learner.tiny import make_tokenizer
 from rstar2.types import Finish, Generation, TokenSegment, Turn
+from tests.endpoint.scripted import tiny_template
 
-TEMPLATE = Template(make_tokenizer(), TemplateConfig(system="none", instruction="none"))
+TEMPLATE = tiny_template()
 END = TEMPLATE.encode("<|im_end|>")[0]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 

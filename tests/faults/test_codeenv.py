@@ -237,7 +237,7 @@ asyncio.run(serve(config, on_ready=on_ready, grace_s=1000.0))
 """A server that waits long for running calls when it is asked to stop."""
 
 
-def serve(program: str = COMMAND) -> tuple[subprocess.Popen[str], str]:
+def serve(program: str) -> tuple[subprocess.Popen[str], str]:
     """Start a server on a free port and wait until it serves."""
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -246,9 +246,13 @@ def serve(program: str = COMMAND) -> tuple[subprocess.Popen[str], str]:
     return process, json.loads(process.stdout.readline())["url"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_lets_the_running_call_finish(number: signal.Signals) -> None:
-    process, url = await asyncio.to_thread(serve)
+@pytest.mark.parametrize(
+    ("number", "program"),
+    [(signal.SIGTERM, PATIENT), (signal.SIGINT, COMMAND)],
+    ids=["SIGTERM", "SIGINT"],
+)
+async def test_a_signal_lets_the_running_call_finish(number: signal.Signals, program: str) -> None:
+    process, url = await asyncio.to_thread(serve, program)
     async with await CodeEnvClient.start(CodeEnvConfig(urls=(url,))) as client:
         code = "import time; time.sleep(1); print('done')"
         call = asyncio.create_task(run(client, "a", code, limits=LONG))

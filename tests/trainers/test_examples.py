@@ -25,11 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "trainers"
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    """The URL of one code environment for this file."""
-    with codeenv_command("serve", "--port", "0", "--slots", "2") as served:
-        yield served
+@pytest.fixture
+def url(served_url: str) -> str:
+    return served_url
 
 
 @contextlib.contextmanager
