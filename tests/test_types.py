@@ -99,7 +99,7 @@ def test_a_trajectory_by_hand() -> None:
     assert trajectory.token_ids == (1, 2, 40, 41, 50, 60)
     assert trajectory.mask == (0, 0, 1, 1, 0, 1)
     assert trajectory.logprobs == (0.0, 0.0, -0.1, -0.7, 0.0, -0.2)
-    assert trajectory.oldest_version == 4
+    assert trajectory.segments[0].oldest_version == 4
 
 
 def test_infrastructure_is_neither_success_nor_failure_of_the_model() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, get_args
 
 from rstar2.config import (
     EngineConfig,
@@ -24,9 +24,11 @@ from rstar2.config import (
     preflight,
 )
 from rstar2.environments.base import EnvironmentProtocol
-from rstar2.environments.load import identify_object, load_environment, recipe_problems
+from rstar2.environments.identity import identify, identify_object
+from rstar2.environments.load import load_environment, recipe_problems
 from rstar2.errors import InfrastructureError, RecipeError, UserError
-from rstar2.types import Evaluation, Failure, Problem, Trajectory
+from rstar2.plugins import folder_of, make_importable
+from rstar2.types import Evaluation, Failure, Problem, Split, Trajectory
 
 if TYPE_CHECKING:
     from rstar2.pipeline.controller import TrainingResult
@@ -93,6 +95,7 @@ def train(
         print(run.path, run.evaluations[-1].accuracy.mean)
     """
     plan = _recipe(recipe, settings, seed)
+    named: EnvironmentConfig | None = None
     if isinstance(environment, str):
         named = EnvironmentConfig(use=environment, folder=str(Path.cwd()))
         environment = load_environment(named, plan.template)
@@ -101,23 +104,29 @@ def train(
             raise RecipeError(f"recipe {plan.name} has no RL stage, so steps={steps} has no effect")
         stage = plan.rl.stages[0].model_copy(update={"steps": steps})
         plan = _with(plan, rl=_with(plan.rl, stages=(stage,)))
-    plan = _with(plan, environment=EnvironmentConfig(use=environment.name))
+    plan = _with(plan, environment=named or EnvironmentConfig(use=environment.name))
     path = Path(run or Path("runs") / f"{environment.name}-seed{plan.seed}").absolute()
-    return _wait(_train(plan, path, environment, fresh))
+    return _wait(_train(plan, path, environment, fresh, named))
 
 
 async def _train(
-    recipe: Recipe, path: Path, environment: EnvironmentProtocol, fresh: bool
+    recipe: Recipe,
+    path: Path,
+    environment: EnvironmentProtocol,
+    fresh: bool,
+    named: EnvironmentConfig | None,
 ) -> TrainingResult:
     from rstar2.pipeline.controller import run
     from rstar2.pipeline.progress import make_view
     from rstar2.record import RunDirectory
 
     preflight(recipe, path)
-    for split in ("train", "heldout"):
-        recipe_problems(recipe, environment, split)
+    problems = {split: recipe_problems(recipe, environment, split) for split in get_args(Split)}
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    identity = identify_object(environment)
+    if named is None:
+        identity = identify_object(environment, problems)
+    else:
+        identity = identify(named, environment, problems)
     view = make_view()
     with RunDirectory.create_or_resume(path, recipe, fresh=fresh, environment=identity) as record:
         view.open(recipe, path)
@@ -235,19 +244,19 @@ class Agent:
         return RolloutSpec(SamplingConfig(temperature=temperature), self.max_length, self.max_turns)
 
     async def __aenter__(self) -> Self:
-        from rstar2.evaluate.answerers import load_template, open_fleet
+        from rstar2.evaluate.answerers import load_task, open_fleet
 
         recipe = Recipe(
             name="agent",
             model=ModelConfig(max_length=self.max_length),
             engine=EngineConfig(kv_tokens=max(KV_TOKENS, 2 * self.max_length)),
         )
-        environment = self._environment
-        template = load_template(self.directory, None)
-        if isinstance(environment, str):
-            named = EnvironmentConfig(use=environment, folder=str(Path.cwd()))
-            environment = load_environment(named, template.config)
-        template = load_template(self.directory, template.config, environment.prefill)
+        task: EnvironmentConfig | EnvironmentProtocol
+        if isinstance(self._environment, str):
+            task = EnvironmentConfig(use=self._environment, folder=str(Path.cwd()))
+        else:
+            task = self._environment
+        template, environment = load_task(self.directory, None, task)
         opened = open_fleet(recipe, recipe.scheduler, self.directory, template, environment)
         answerer = await self._stack.enter_async_context(opened)
         self._runner = answerer.runner
@@ -281,6 +290,7 @@ class Agent:
 
 def _recipe(recipe: str | Path | Recipe, settings: Sequence[str], seed: int | None) -> Recipe:
     if not isinstance(recipe, Recipe):
+        make_importable(folder_of(recipe))
         return load_recipe(recipe, settings, seed=seed).recipe
     if settings:
         raise UserError("settings change a recipe that is given by name or file")

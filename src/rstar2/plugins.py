@@ -15,12 +15,23 @@ from typing import Any
 from rstar2.errors import RecipeError
 
 
-def search_beside(recipe: str) -> None:
-    """Make modules next to a recipe file, and in the current directory, importable."""
-    folder = Path(recipe).resolve().parent if Path(recipe).is_file() else Path.cwd()
-    for place in dict.fromkeys((str(Path.cwd()), str(folder))):
+def make_importable(folder: str | Path | None) -> list[str]:
+    """Make the modules in a folder and in the current directory importable, before the installed
+    ones; returns both places.
+
+    None means no folder beside the current directory.
+    """
+    places = list(dict.fromkeys(str(Path(one).resolve()) for one in (folder or ".", ".")))
+    for place in reversed(places):
         if place not in sys.path:
             sys.path.insert(0, place)
+    importlib.invalidate_caches()  # a module may have been written a moment ago
+    return places
+
+
+def folder_of(recipe: str | Path) -> Path | None:
+    """The folder of a recipe file; None for the name of a shipped recipe."""
+    return Path(recipe).resolve().parent if Path(recipe).is_file() else None
 
 
 def load_function(setting: str, name: str, known: Mapping[str, Callable[..., Any]]) -> Any:

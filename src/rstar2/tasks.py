@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 async def together(work: Iterable[Awaitable[T]]) -> list[T]:
@@ -18,6 +21,17 @@ async def together(work: Iterable[Awaitable[T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def close_all(closing: Iterable[Awaitable[None]]) -> None:
+    """Close several things at once: each is closed, also if another fails; then raise the first
+    error."""
+    results = await asyncio.gather(*closing, return_exceptions=True)
+    errors = [result for result in results if result is not None]
+    for error in errors[1:]:
+        log.warning("a second error while closing: %r", error)
+    if errors:
+        raise errors[0]
 
 
 async def to_the_end(work: Awaitable[None]) -> None:

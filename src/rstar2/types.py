@@ -416,12 +416,18 @@ class Trajectory:
 
     @property
     def segments(self) -> tuple[TokenSegment, ...]:
-        """All segments. The next four properties are those of the first."""
+        """All segments; `token_ids`, `mask` and `logprobs` are those of the first."""
         return (TokenSegment(self.prompt_ids, self.turns), *self.more_segments)
 
     @property
-    def completion_ids(self) -> tuple[int, ...]:
-        return self.segments[0].completion_ids
+    def all_turns(self) -> tuple[Turn, ...]:
+        """The turns of all segments."""
+        return tuple(turn for segment in self.segments for turn in segment.turns)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Sampled tokens and responses of all segments."""
+        return sum(len(turn.sampled_ids) + len(turn.response_ids) for turn in self.all_turns)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -436,19 +442,13 @@ class Trajectory:
         return self.segments[0].logprobs
 
     @property
-    def oldest_version(self) -> WeightVersion | None:
-        versions = [s.oldest_version for s in self.segments if s.oldest_version is not None]
-        return min(versions) if versions else None
-
-    @property
     def sampled_tokens(self) -> int:
         return sum(segment.sampled_tokens for segment in self.segments)
 
     @property
     def results(self) -> Iterator[ToolResult]:
-        for segment in self.segments:
-            for turn in segment.turns:
-                yield from turn.results
+        for turn in self.all_turns:
+            yield from turn.results
 
     @property
     def calls(self) -> int:

@@ -65,7 +65,7 @@ def test_steps_report_what_people_watch(finished: Path) -> None:
 
 def test_weights_advance_with_every_step_and_rollouts_know_theirs(finished: Path) -> None:
     versions = {
-        (line.stage, line.step): {t.oldest_version for t in line.group.trajectories}
+        (line.stage, line.step): {t.segments[0].oldest_version for t in line.group.trajectories}
         for stage in ("short", "hard")
         for line in read_groups(finished, stage)
     }

@@ -85,6 +85,7 @@ async def rollout(
         spec=SPEC,
         generate_deadline_s=120,
         program_deadline_s=600,
+        reward_deadline_s=60,
         reward=lambda episode: 1.0,
     )
 

@@ -6,8 +6,11 @@ The generator here is scripted; `test_exact.py` uses a real engine.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+import socket
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +23,11 @@ from openai import AsyncOpenAI
 
 from rstar2.agent.loop import RolloutSpec
 from rstar2.agent.template import Template
-from rstar2.config import SamplingConfig
+from rstar2.config import AgentConfig, SamplingConfig
+from rstar2.endpoint.environment import ProgramEnvironment
 from rstar2.endpoint.program import Command, ProgramReward, check_program, run_program
 from rstar2.endpoint.server import EndpointServer, RolloutEndpoint
-from rstar2.errors import EngineError, UserError
+from rstar2.errors import EngineError, InfrastructureError, UserError
 from rstar2.types import Finish, Generation, Problem, Sampling, StopReason, Trajectory
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -257,6 +261,70 @@ async def test_a_request_still_running_is_cancelled_with_its_rollout(
     assert rollout.tokens.segments == ()
 
 
+# --------------------------------------------------------------------------- environments
+
+
+class KeepsUrls(ProgramEnvironment):
+    reuses_urls = True
+
+
+async def urls_of(
+    environment: ProgramEnvironment, template: Template, *texts: str | Exception
+) -> list[Trajectory]:
+    """One rollout per text; the URL is what the program returned."""
+    spec = RolloutSpec(SamplingConfig(), 400, 4)
+    return [
+        await environment.rollout(
+            PROBLEM,
+            id=f"g/{number}",
+            group_id="g",
+            seed=1,
+            generator=Script(template, [text]),
+            template=template,
+            agent=AgentConfig(),
+            spec=spec,
+        )
+        for number, text in enumerate(texts)
+    ]
+
+
+async def test_the_url_of_a_failed_rollout_is_never_used_again(template: Template) -> None:
+    """A late request of an abandoned program must not reach the rollout that comes after it."""
+    urls: list[str] = []
+
+    async def program(base_url: str, api_key: str, problem: Problem) -> float:
+        urls.append(base_url)
+        await answer(base_url, api_key, problem)
+        return 1.0
+
+    environment = KeepsUrls(program, [PROBLEM])
+    rollouts = await urls_of(environment, template, "a", "b", EngineError("gone"), "c", "d")
+    await environment.close()
+    assert [r.failure is None for r in rollouts] == [True, True, False, True, True]
+    assert urls[0] == urls[1] == urls[2]
+    assert urls[3] != urls[2]
+    assert urls[4] == urls[3]
+
+
+async def test_an_endpoint_that_cannot_start_loses_the_rollout_not_the_run(
+    template: Template, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> socket.socket:
+        raise OSError("too many open files")
+
+    environment = ProgramEnvironment(answer, [PROBLEM], reward=lambda episode: 1.0)
+    with monkeypatch.context() as patched:
+        patched.setattr("rstar2.endpoint.server.socket.create_server", refuse)
+        (lost,) = await urls_of(environment, template, "a")
+    (again,) = await urls_of(environment, template, "a")
+    await environment.close()
+    assert lost.reward is None
+    assert lost.stop is StopReason.ENVIRONMENT_FAILED
+    assert lost.failure is not None
+    assert (lost.failure.name, lost.failure.message) == ("connection", "too many open files")
+    assert again.failure is None
+
+
 # --------------------------------------------------------------------------- programs
 
 Run = Callable[..., Awaitable[Trajectory]]
@@ -270,6 +338,7 @@ def run(server: EndpointServer, template: Template) -> Run:
         reward: ProgramReward | None = None,
         max_turns: int = 4,
         deadline_s: float = 120,
+        reward_deadline_s: float = 120,
     ) -> Trajectory:
         return await run_program(
             program,
@@ -283,6 +352,7 @@ def run(server: EndpointServer, template: Template) -> Run:
             spec=RolloutSpec(SamplingConfig(), 400, max_turns),
             generate_deadline_s=60,
             program_deadline_s=deadline_s,
+            reward_deadline_s=reward_deadline_s,
             reward=reward,
         )
 
@@ -378,12 +448,48 @@ def failing_reward(episode: object) -> float:
     raise KeyError("x")
 
 
-@pytest.mark.parametrize("reward", [lambda episode: math.nan, lambda episode: None, failing_reward])
-async def test_a_reward_that_is_no_number_is_a_failure(run: Run, reward: ProgramReward) -> None:
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (lambda episode: math.nan, "the reward is nan, not a finite number"),
+        (lambda episode: 10**400, "the reward is an integer of 401 digits"),
+        (lambda episode: None, "the reward must be a number, got None"),
+        (failing_reward, "reward raised KeyError: 'x'"),
+    ],
+)
+async def test_a_reward_that_is_no_number_is_a_failure(
+    run: Run, reward: ProgramReward, message: str
+) -> None:
     trajectory = await run(answer, "42", reward=reward)
     assert trajectory.reward is None
     assert trajectory.failure is not None
     assert trajectory.failure.name == "reward"
+    assert message in trajectory.failure.message
+
+
+async def test_a_plain_reward_function_runs_in_a_thread_with_a_deadline(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+
+    def reward(episode: object) -> float:
+        release.wait(60)
+        return 1.0
+
+    monkeypatch.setattr("rstar2.agent.episodes.GRACE_S", 0.0)
+    late = await run(answer, "42", reward=reward, reward_deadline_s=0.05)
+    release.set()
+    assert late.reward is None
+    assert late.failure is not None
+    assert late.failure.name == "deadline"
+
+
+async def test_a_users_error_in_a_reward_ends_the_run_as_in_other_environments(run: Run) -> None:
+    def reward(episode: object) -> float:
+        raise UserError("the judge needs a key")
+
+    with pytest.raises(UserError, match="needs a key"):
+        await run(answer, "42", reward=reward)
 
 
 async def insisting(base_url: str, api_key: str, problem: Problem) -> float:
@@ -397,6 +503,67 @@ async def test_a_program_stopped_by_a_limit_has_no_reward_but_its_tokens(run: Ru
     assert trajectory.reward is not None
     assert trajectory.reward.value == 0.0
     assert len(trajectory.segments) == 2
+
+
+def after_the_limit(error: Exception) -> Any:
+    """A program that reaches its limit of turns, and then fails for another reason."""
+
+    async def program(base_url: str, api_key: str, problem: Problem) -> float:
+        with contextlib.suppress(openai.BadRequestError):
+            await insisting(base_url, api_key, problem)
+        raise error
+
+    return program
+
+
+async def unreachable_judge(base_url: str, api_key: str, problem: Problem) -> float:
+    with contextlib.suppress(openai.BadRequestError):
+        await insisting(base_url, api_key, problem)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as judge:
+        await judge.chat.completions.create(model="judge", messages=HI)
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        (after_the_limit(InfrastructureError("the judge is down")), "infrastructure"),
+        (after_the_limit(ConnectionResetError("the judge is gone")), "connection"),
+        (after_the_limit(TimeoutError("the judge is slow")), "connection"),
+        (unreachable_judge, "connection"),
+    ],
+)
+async def test_an_infrastructure_error_after_a_limit_is_no_reward(
+    run: Run, program: Any, name: str
+) -> None:
+    trajectory = await run(program, "a", "b", max_turns=2)
+    assert trajectory.reward is None
+    assert trajectory.stop is StopReason.ENVIRONMENT_FAILED
+    assert trajectory.failure is not None
+    assert trajectory.failure.name == name
+
+
+async def test_a_command_that_is_killed_after_a_limit_has_no_reward(
+    run: Run, tmp_path: Path
+) -> None:
+    agent = tmp_path / "agent.py"
+    agent.write_text(
+        "import json, os, signal, urllib.error, urllib.request\n"
+        "url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'\n"
+        "body = json.dumps({'messages': [{'role': 'user', 'content': 'hi'}]}).encode()\n"
+        "try:\n"
+        "    while True:\n"
+        "        urllib.request.urlopen(url, body)\n"
+        "except urllib.error.HTTPError:\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = await run(Command((sys.executable, str(agent))), "a", max_turns=1)
+    assert killed.reward is None
+    assert killed.failure is not None
+    assert killed.failure.name == "infrastructure"
+    assert "SIGKILL" in killed.failure.message
 
 
 @pytest.mark.parametrize("program", ["python agent.py", [], [1], 3])

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
+import verifiers.v1 as vf
 
 from rstar2.agent.loop import RolloutSpec
 from rstar2.config import AgentConfig, SamplingConfig
@@ -38,6 +42,7 @@ async def rollout(
     *,
     number: int = 0,
     max_length: int = 96,
+    max_turns: int = 3,
 ) -> Trajectory:
     return await environment.rollout(
         problem,
@@ -47,7 +52,7 @@ async def rollout(
         generator=ScriptedGenerator(TEMPLATE, answer),
         template=TEMPLATE,
         agent=AgentConfig(),
-        spec=RolloutSpec(SamplingConfig(), max_length, 3),
+        spec=RolloutSpec(SamplingConfig(), max_length, max_turns),
     )
 
 
@@ -82,12 +87,76 @@ async def test_a_rollout_without_room_has_reward_zero(reverse: VerifiersEnvironm
     await reverse.close()
 
 
+async def test_a_broken_scorer_after_a_limit_is_no_reward(
+    reverse: VerifiersEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The harness survives the refusal of a second request, and the task's reward raises."""
+    module = importlib.import_module("verifiers_reverse")
+    launch = module.ChatHarness.launch
+
+    async def twice(harness: Any, *arguments: Any) -> Any:
+        ended = await launch(harness, *arguments)
+        with contextlib.suppress(openai.BadRequestError):
+            await launch(harness, *arguments)
+        return ended
+
+    async def right_places(task: object, trace: object) -> float:
+        raise LookupError("the word list is gone")
+
+    monkeypatch.setattr(module.ChatHarness, "launch", twice)
+    monkeypatch.setattr(module.ReverseTask, "right_places", vf.reward(right_places))
+    problem = reverse.problems("train", 1, 0)[0]
+    lost = await rollout(reverse, problem, reversed_letters, max_turns=1)
+    assert lost.reward is None
+    assert lost.failure is not None
+    assert "the word list is gone" in lost.failure.message
+    await reverse.close()
+
+
 def test_the_splits_are_disjoint_and_repeat(reverse: VerifiersEnvironment) -> None:
     train = {p.prompt for p in reverse.problems("train", None, 0)}
     heldout = {p.prompt for p in reverse.problems("heldout", None, 0)}
     assert len(train) + len(heldout) == 8 * 7 * 6
     assert not train & heldout
     assert reverse.problems("train", 5, 0) == reverse.problems("train", 5, 1)
+
+
+def test_tasks_of_one_name_have_ids_of_their_own(
+    reverse: VerifiersEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("verifiers_reverse")
+    load = module.ReverseTaskset.load
+
+    def named(taskset: Any) -> Iterator[Any]:
+        for task in load(taskset):
+            data = task.data.model_copy(update={"name": "reverse"})
+            yield module.ReverseTask(data, taskset.config.task)
+
+    monkeypatch.setattr(module.ReverseTaskset, "load", named)
+    environment = module.environment()
+    splits = [environment.problems(split, None, 0) for split in ("train", "heldout")]
+    problems = [problem for split in splits for problem in split]
+    assert len({problem.id for problem in problems}) == len(problems) == 8 * 7 * 6
+    assert all(environment._tasks[p.id].data.prompt == p.prompt for p in problems)
+
+
+async def test_closing_has_a_deadline(
+    reverse: VerifiersEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers of the environment that do not end are abandoned; the endpoint still closes."""
+    monkeypatch.setattr("rstar2.endpoint.verifiers.CLOSE_DEADLINE_S", 0.05)
+    stopped = asyncio.Event()
+
+    async def stop() -> None:
+        stopped.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(reverse._env, "stop", stop)
+    problem = reverse.problems("train", 1, 0)[0]
+    assert (await rollout(reverse, problem, reversed_letters)).failure is None
+    await reverse.close()
+    assert stopped.is_set()
+    assert reverse._server is None
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 
+from mcp import MCPError
 from mcp.server.mcpserver import MCPServer
 
 server = MCPServer("test")
@@ -39,6 +40,12 @@ def huge() -> str:
 @server.tool()
 def nothing() -> None:
     """Returns nothing."""
+
+
+@server.tool()
+def over_quota() -> None:
+    """Answers with a JSON-RPC error of its own."""
+    raise MCPError(-31999, "the quota is used up")
 
 
 @server.tool()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +19,24 @@ import rstar2
 from rstar2.agent.loop import AgentLoop, RolloutSpec
 from rstar2.agent.template import Template
 from rstar2.config import AgentConfig, SamplingConfig, TemplateConfig
-from rstar2.environments.base import EnvironmentProtocol, SandboxClient
+from rstar2.environments.base import EnvironmentProtocol, SandboxClient, ToolSpec
 from rstar2.environments.environment import EpisodeView
 from rstar2.environments.tools import call_text
 from rstar2.errors import DataError, InfrastructureError, UserError
 from rstar2.learner.tiny import make_tokenizer
-from rstar2.types import Message, Outcome, Problem, StopReason, Trajectory, decode, encode
+from rstar2.types import (
+    Failure,
+    Message,
+    Outcome,
+    Problem,
+    Reward,
+    StopReason,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    decode,
+    encode,
+)
 from tests.agent.agent_fakes import ScriptedGenerator
 
 CITIES = [{"prompt": "How many people live in Rome?", "answer": 4, "city": "Rome"}]
@@ -39,6 +53,9 @@ def right(episode: EpisodeView) -> float:
     return float(episode.answer == episode.problem.answer)
 
 
+tokenizer = functools.cache(make_tokenizer)
+
+
 def roll(
     environment: EnvironmentProtocol,
     lines: Sequence[str],
@@ -48,7 +65,7 @@ def roll(
     sandbox: SandboxClient | None = None,
     config: TemplateConfig = CONFIG,
 ) -> tuple[Trajectory, ScriptedGenerator]:
-    template = Template(make_tokenizer(), config, environment.prefill)
+    template = Template(tokenizer(), config, environment.prefill)
     generator = ScriptedGenerator(template, lines)
     loop = AgentLoop(environment, generator, sandbox, template, agent or AgentConfig())
     (problem,) = environment.problems("train", 1, 0)
@@ -229,6 +246,10 @@ def raising(error: Exception) -> Callable[[EpisodeView], float]:
         (raising(ConnectionResetError("judge")), "connection", "judge"),
         (lambda episode: math.nan, "reward", "the reward is nan"),
         (lambda episode: math.inf, "reward", "the reward is inf"),
+        (lambda episode: 10**400, "reward", "the reward is an integer of 401 digits"),
+        (lambda episode: Reward(math.nan), "reward", "the reward is nan"),
+        (lambda episode: Reward(10**400), "reward", "the reward is an integer of 401 digits"),
+        (lambda episode: Failure("judge", "no verdict"), "judge", "no verdict"),
         (lambda episode: None, "reward", "must be a number, got None"),
         (lambda episode: "1", "reward", "must be a number, got '1'"),
     ],
@@ -294,6 +315,9 @@ def test_a_tool_that_is_out_of_order_loses_the_rollout() -> None:
         (lambda episode: 1 / 0, "ZeroDivisionError"),
         (lambda episode: [], "got no message"),
         (lambda episode: [Message("assistant", "I say")], "got assistant"),
+        (lambda episode: ["higher"], "consists of Messages of role user.* got str"),
+        (lambda episode: [{"role": "user", "content": "higher"}], "got dict"),
+        (lambda episode: 5, "'int' object is not iterable"),
     ],
 )
 def test_a_reply_that_fails_loses_the_rollout(
@@ -303,7 +327,7 @@ def test_a_reply_that_fails_loses_the_rollout(
     assert trajectory.stop is StopReason.ENVIRONMENT_FAILED
     assert trajectory.failure is not None
     assert trajectory.failure.name == "environment"
-    assert message in trajectory.failure.message
+    assert re.search(message, trajectory.failure.message)
 
 
 def test_an_episode_that_cannot_open_is_a_failure() -> None:
@@ -315,6 +339,37 @@ def test_an_episode_that_cannot_open_is_a_failure() -> None:
     assert trajectory.failure is not None
     assert "no board for this problem" in trajectory.failure.message
     assert generator.prompts == []
+
+
+class ClosingTool:
+    """A tool whose closing fails, or takes a moment."""
+
+    needs_sandbox = False
+
+    def __init__(self, name: str, closed: list[str], error: Exception | None = None) -> None:
+        self.spec = ToolSpec(name, "Close.")
+        self.closed, self.error = closed, error
+
+    def open(self, sandbox: SandboxClient | None) -> ClosingTool:
+        return self
+
+    async def call(self, call: ToolCall, deadline_s: float) -> ToolResult:
+        return ToolResult(call.id, Outcome.NO_OUTPUT)
+
+    async def close(self) -> None:
+        if self.error is not None:
+            raise self.error
+        await asyncio.sleep(0)
+        self.closed.append(self.spec.name)
+
+
+def test_every_tool_is_closed_also_if_another_fails() -> None:
+    closed: list[str] = []
+    broken = ClosingTool("broken", closed, OSError("gone"))
+    tools = [broken, ClosingTool("one", closed), ClosingTool("two", closed)]
+    trajectory, _ = roll(rstar2.Environment(CITIES, right, tools=tools), ["4"])
+    assert trajectory.correct
+    assert closed == ["one", "two"]
 
 
 def test_a_format_penalty_must_be_usable() -> None:

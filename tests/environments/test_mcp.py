@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+import rstar2
 from rstar2.environments.mcp import McpConnection, McpTool, ToolServerError, mcp_tools
 from rstar2.errors import UserError
 from rstar2.types import Outcome, ToolCall, ToolResult
@@ -73,6 +74,42 @@ async def test_a_long_result_is_cut_in_the_middle(tools: Tools) -> None:
     assert result.outcome is Outcome.OK
     assert len(result.stdout) < 30_000
     assert "[...]" in result.stdout
+
+
+async def test_a_json_rpc_error_is_the_tools_and_the_connection_stays(tools: Tools) -> None:
+    before = (await call(tools, "process")).stdout
+    result = await call(tools, "over_quota")
+    assert result.outcome is Outcome.EXCEPTION
+    assert result.message == "the quota is used up"
+    assert (await call(tools, "process")).stdout == before
+
+
+async def test_a_server_that_was_started_for_a_problem_ends_with_its_episodes() -> None:
+    def make(episode: rstar2.EpisodeView) -> list[str]:
+        return [COMMAND]
+
+    env = rstar2.Environment([{"prompt": "?"}], lambda episode: 1.0, tools=make)
+    (problem,) = env.problems("train", 1, 0)
+    episode = await env.open(problem, seed=0, sandbox=None)
+    process = await episode.call(ToolCall("c", "process", {}), DEADLINE_S)
+    assert alive(int(process.stdout))
+    await episode.close()
+    assert not alive(int(process.stdout))
+
+
+async def test_a_server_shared_by_the_episodes_of_a_problem_ends_with_the_last(
+    tools: Tools,
+) -> None:
+    connection = McpConnection(COMMAND.removeprefix("mcp:"))
+    own = replace(tools["process"], connection=connection)
+    env = rstar2.Environment([{"prompt": "?"}], lambda episode: 1.0, tools=lambda episode: [own])
+    (problem,) = env.problems("train", 1, 0)
+    first, second = [await env.open(problem, seed=0, sandbox=None) for _ in range(2)]
+    process = int((await first.call(ToolCall("c", "process", {}), DEADLINE_S)).stdout)
+    await first.close()
+    assert int((await second.call(ToolCall("d", "process", {}), DEADLINE_S)).stdout) == process
+    await second.close()
+    assert not alive(process)
 
 
 def alive(pid: int) -> bool:

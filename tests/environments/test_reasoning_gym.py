@@ -132,8 +132,9 @@ async def test_a_lost_session_is_opened_again(sandbox: CodeEnvClient) -> None:
     problem = matrix()
     scorer = Scorer({"binary_matrix": {}})
     await scorer.score(sandbox, problem, problem.answer, DEADLINE_S)
-    assert scorer.session is not None
-    await sandbox.close_session(scorer.session)
+    (session,) = scorer.sessions
+    assert session.id is not None
+    await sandbox.close_session(session.id)
     again = await scorer.score(sandbox, problem, problem.answer, DEADLINE_S)
     assert isinstance(again, Reward), again
     other = Problem("x", "q", "a", kind="binary_matrix", meta={**problem.meta, "question": "?"})

@@ -68,7 +68,7 @@ def test_tables_are_what_the_groups_say(runs: dict[str, Path]) -> None:
             assert f"{row['id']}/{row['name']}" == trajectory.id
             assert trajectory.reward is not None
             assert row["reward"] == trajectory.reward.value
-            assert row["tokens"] == len(trajectory.completion_ids)
+            assert row["tokens"] == trajectory.completion_tokens
             assert row["failed"] == trajectory.failed_calls
             assert row["calls"] == trajectory.calls
             assert row["turns"] == len(trajectory.turns)

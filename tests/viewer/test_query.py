@@ -58,7 +58,7 @@ def matching(run: ViewedRun, **asked: str) -> list[str]:
         ({"outcome": "syntax_error"}, lambda t: "syntax_error" in [r.outcome for r in t.results]),
         ({"stop": "max_length"}, lambda t: t.truncated),
         ({"step": "2", "stage": "hard"}, lambda t: t.id.startswith("hard/2/")),
-        ({"least": "50", "most": "70"}, lambda t: 50 <= len(t.completion_ids) <= 70),
+        ({"least": "50", "most": "70"}, lambda t: 50 <= t.completion_tokens <= 70),
         ({"text": "PRINT(1)"}, lambda t: "print(1)" in said(t)),
         ({"text": "coin 45"}, lambda t: t.problem_id == "coin-45"),
         ({"text": '"code": "'}, lambda t: '"code": "' in said(t)),

@@ -32,7 +32,7 @@ from typing import TypeVar
 
 import rstar2
 from rstar2.config import AgentConfig
-from rstar2.environments.base import EnvironmentProtocol, EpisodeProtocol, SandboxClient
+from rstar2.environments.base import EnvironmentProtocol, EpisodeProtocol, SandboxClient, as_reward
 from rstar2.errors import (
     CodeEnvError,
     DeadlineError,
@@ -47,7 +47,6 @@ from rstar2.types import (
     Message,
     Outcome,
     Problem,
-    Reward,
     StopReason,
     ToolCall,
     ToolResult,
@@ -311,10 +310,11 @@ async def conclude(
 
     async def grade(trajectory: Trajectory) -> Trajectory:
         work = episode.reward(trajectory, agent.reward_deadline_s)
-        reward = await guarded("reward", "reward", work, agent.reward_deadline_s)
+        returned = await guarded("reward", "reward", work, agent.reward_deadline_s)
+        reward = as_reward(returned, trajectory.answer, environment.name)
         if isinstance(reward, Failure):
             raise EpisodeError(reward)
-        return replace(trajectory, reward=_checked(reward))
+        return replace(trajectory, reward=reward)
 
     try:
         name = environment.name
@@ -334,9 +334,3 @@ def _penalty(value: float) -> float:
             Failure("format_penalty", f"the format penalty must be 0 or more, got {value!r}")
         )
     return float(value)
-
-
-def _checked(reward: Reward) -> Reward:
-    if not math.isfinite(reward.value):
-        raise EpisodeError(Failure("reward", f"the reward is {reward.value}, not a finite number"))
-    return reward

@@ -214,7 +214,7 @@ async def _opened(asked: AnswerOptions) -> AsyncIterator[Ask]:
     """Start the model or endpoint and the code environment that runs tools and grades."""
     from rstar2.agent.loop import RolloutSpec
     from rstar2.config import SamplingConfig, TemplateConfig
-    from rstar2.evaluate.answerers import ChatEndpoint, load_template, open_endpoint, open_fleet
+    from rstar2.evaluate.answerers import ChatEndpoint, load_task, open_endpoint, open_fleet
 
     spec = RolloutSpec(
         SamplingConfig(temperature=asked.temperature), asked.max_length, asked.max_turns
@@ -233,8 +233,9 @@ async def _opened(asked: AnswerOptions) -> AsyncIterator[Ask]:
     length = longest(directory, asked.max_length)
     spec = RolloutSpec(spec.sampling, length, asked.max_turns)
     recipe = _recipe(asked, length)
-    template = load_template(directory, plain)
-    async with open_fleet(recipe, recipe.scheduler, directory, template) as answerer:
+    template, environment = load_task(directory, plain, recipe.environment)
+    fleet = open_fleet(recipe, recipe.scheduler, directory, template, environment)
+    async with fleet as answerer:
         yield _asker(answerer, spec)
 
 

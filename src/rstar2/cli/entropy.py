@@ -192,9 +192,10 @@ def _heats(label: str, sample: LabelledRollouts, tokens: list[list[Token]]) -> l
             id=trajectory.id,
             prompt=prompt,
             correct=trajectory.correct,
-            turns=pieces(part, len(trajectory.turns), scale),
+            turns=pieces(part, len(trajectory.all_turns), scale),
             tools=tuple(
-                "\n".join(tool_text(result) for result in turn.results) for turn in trajectory.turns
+                "\n".join(tool_text(result) for result in turn.results)
+                for turn in trajectory.all_turns
             ),
         )
         for trajectory, prompt, part in zip(
@@ -210,7 +211,7 @@ async def _sample(
     from rstar2.agent.loop import RolloutSpec
     from rstar2.cli.eval import base_recipe
     from rstar2.config import SamplingConfig
-    from rstar2.evaluate.answerers import Task, load_template, open_fleet
+    from rstar2.evaluate.answerers import Task, load_task, open_fleet
     from rstar2.evaluate.benchmarks import load_benchmark
     from rstar2.pipeline.runtime import scheduling
     from rstar2.seeds import derive_seed
@@ -224,8 +225,9 @@ async def _sample(
     )
     recipe = recipe.model_copy(update={"model": model, "engine": engine})
     spec = RolloutSpec(SamplingConfig(temperature=1.0), max_length, max_turns)
-    template = load_template(directory, None)
-    async with open_fleet(recipe, scheduling(recipe), directory, template) as answerer:
+    template, environment = load_task(directory, None, recipe.environment)
+    fleet = open_fleet(recipe, scheduling(recipe), directory, template, environment)
+    async with fleet as answerer:
         answers = await together(
             answerer.answer(
                 Task("entropy", problem, f"entropy/1/{n}", 0, derive_seed(seed, "entropy", n)),

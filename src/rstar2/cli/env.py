@@ -13,7 +13,7 @@ import itertools
 import json
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +23,7 @@ import yaml
 from rstar2.config import AgentConfig, CodeEnvConfig, EnvironmentConfig, SamplingConfig
 from rstar2.config import TemplateConfig as Format
 from rstar2.errors import UserError
+from rstar2.plugins import make_importable
 from rstar2.types import Finish, Message, Outcome, Problem, ToolCall, Trajectory
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ def load(name: str, given: Sequence[str]) -> EnvironmentProtocol:
             arguments[key] = yaml.safe_load(value)
         except yaml.YAMLError:
             raise UserError(f"--arg {text!r}: {value!r} is not valid YAML") from None
+    make_importable(None)
     return load_environment(EnvironmentConfig(use=name, args=arguments), Format())
 
 
@@ -137,18 +139,18 @@ async def opened(
     problems = environment.problems("heldout", number + 1, 0)
     if number >= len(problems):
         raise UserError(f"--problem {number}: there are only {len(problems)} held-out problems")
-    sandbox = await CodeEnvClient.start(CodeEnvConfig()) if environment.needs_sandbox else None
     deadline_s = AgentConfig().tool_deadline_s
-    try:
+    async with AsyncExitStack() as stack:
+        sandbox: CodeEnvClient | None = None
+        if environment.needs_sandbox:
+            sandbox = await CodeEnvClient.start(CodeEnvConfig())
+            stack.push_async_callback(sandbox.close)
+        stack.push_async_callback(environment.close)
         opening = open_episode(
             environment, problems[number], seed=0, sandbox=sandbox, deadline_s=deadline_s
         )
-        async with opening as episode:
-            yield problems[number], episode, sandbox
-    finally:
-        await environment.close()
-        if sandbox is not None:
-            await sandbox.close()
+        episode = await stack.enter_async_context(opening)
+        yield problems[number], episode, sandbox
 
 
 # --------------------------------------------------------------------------- what is shown
@@ -237,9 +239,9 @@ class WrittenTurns:
 
     async def complete(self, messages: Sequence[Message], **options: Any) -> ChatReply:
         from rstar2.engine.openai import ChatReply
+        from rstar2.environments.threads import call_function
 
-        text = await asyncio.to_thread(self.next_turn)
-        return ChatReply(text, Finish.STOP)
+        return ChatReply(await call_function(self.next_turn), Finish.STOP)
 
 
 async def rollout(

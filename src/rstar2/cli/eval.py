@@ -24,6 +24,7 @@ from rstar2.cli.chat import longest, model_directory
 from rstar2.cli.eval_job import EvalJob, EvalOptions, conclude, load_sets, rescored, tables
 from rstar2.config import Recipe, load_recipe
 from rstar2.errors import UserError
+from rstar2.plugins import make_importable
 from rstar2.problems.load import ARITHMETIC
 from rstar2.types import encode
 
@@ -160,7 +161,9 @@ def run(
     asked = replace(asked, **{name: value for name, value in given.items() if value is not None})
     if directory is not None:
         asked = replace(asked, max_length=longest(directory, asked.max_length))
-    loaded = recorded_set(directory, asked, count) if preset == RUN and not on else None
+    loaded: list[Benchmark] | None = None
+    if preset == RUN and not on:
+        loaded = recorded_set(directory, asked, count) or own_set(recipe, count)
     if preset == RUN:
         count = count or recipe.evaluation.count
     job = EvalJob(
@@ -201,11 +204,42 @@ def base_recipe(
     if engine is not None:
         overrides = [*overrides, f"engine.kind={engine}"]
     if recipe_file is not None:
-        return load_recipe(recipe_file, overrides).recipe
+        recipe = load_recipe(recipe_file, overrides).recipe
+        check_by_name(recipe, recipe_file.parent)
+        make_importable(recipe.environment.folder)
+        return recipe
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder) / "eval.yaml"
         plain.write_text("name: eval\nsft: null\n")
         return load_recipe(plain, overrides).recipe
+
+
+def check_by_name(recipe: Recipe, run: Path) -> None:
+    """Refuse a run whose environment is a Python object: a command cannot make it again."""
+    from rstar2.environments.load import PYTHON_MATH, known_environments
+    from rstar2.record import read_environment
+
+    use = recipe.environment.use
+    recorded = read_environment(run).get("environment") or {}
+    was_given = "made_from" in recorded and recorded.get("use") == use
+    if use != PYTHON_MATH and (was_given or (":" not in use and use not in known_environments())):
+        raise UserError(
+            f"{run} was trained with rstar2.train and an environment {use!r} that exists only in "
+            f"Python: evaluate it there with rstar2.evaluate_model({str(run)!r}, environment), or "
+            "name a module that has it with --set environment.use=module:attribute"
+        )
+
+
+def own_set(recipe: Recipe, count: int | None) -> list[Benchmark] | None:
+    """The held-out problems of the run's environment; None for files and the embedded task."""
+    from rstar2.environments.load import PYTHON_MATH, load_environment, recipe_problems
+    from rstar2.evaluate.benchmarks import Benchmark
+
+    if recipe.environment.use == PYTHON_MATH or recipe.evaluation.problems is not None:
+        return None
+    environment = load_environment(recipe.environment, recipe.template)
+    problems = recipe_problems(recipe, environment, "heldout")
+    return [Benchmark("heldout", recipe.environment.use, problems[:count])]
 
 
 def resolve(

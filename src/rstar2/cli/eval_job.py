@@ -147,8 +147,10 @@ class EvalJob:
                 ),
             }
         )
-        template = answerers.load_template(self.directory, None)
-        opened = answerers.open_fleet(recipe, scheduling(recipe), self.directory, template)
+        template, environment = answerers.load_task(self.directory, None, recipe.environment)
+        opened = answerers.open_fleet(
+            recipe, scheduling(recipe), self.directory, template, environment
+        )
         return opened, template.config.model_dump()
 
     def sweep(

@@ -24,7 +24,7 @@ from rich.console import Console
 from rstar2.config import LoadedRecipe, Recipe, load_recipe, preflight, render_recipe
 from rstar2.errors import RecipeError, UserError
 from rstar2.pipeline.progress import ProgressView
-from rstar2.plugins import load_function, search_beside
+from rstar2.plugins import folder_of, load_function, make_importable
 from rstar2.record import RunDirectory, is_finished, read_evaluations
 from rstar2.track import check_trackers
 from rstar2.types import Split, encode
@@ -85,7 +85,7 @@ def train(
     """Run a recipe: SFT, RL stages, and an evaluation after each. Resumes a stopped run."""
     joined = [f"cluster.address={ray_address}"] if ray_address else []
     loaded = load_recipe(recipe, [*(set_ or ()), *joined], seed=seed)
-    search_beside(recipe)
+    make_importable(folder_of(recipe))
     if dry_run:
         show(loaded, run)
     else:
@@ -116,7 +116,7 @@ def sft(
 ) -> None:
     """Run only the SFT stage of a recipe and evaluate the result. Resumes a stopped run."""
     loaded = load_recipe(recipe, [*(set_ or ()), "rl.stages=[]"], seed=seed)
-    search_beside(recipe)
+    make_importable(folder_of(recipe))
     if loaded.recipe.sft is None:
         raise RecipeError(f"recipe {loaded.recipe.name} has no SFT stage (sft: null)")
     run = run or default_directory(loaded.recipe, "-sft")
@@ -148,12 +148,13 @@ def check_start(recipe: Recipe, path: Path) -> dict[str, Any]:
 
     Returns what the run records about its environment.
     """
-    from rstar2.environments.load import identify, load_environment, recipe_problems
+    from rstar2.environments.identity import identify
+    from rstar2.environments.load import load_environment, recipe_problems
 
     preflight(recipe, path)
     environment = load_environment(recipe.environment, recipe.template)
-    for split in get_args(Split) if recipe.rl.stages else ("heldout",):
-        recipe_problems(recipe, environment, split)
+    splits: tuple[Split, ...] = get_args(Split) if recipe.rl.stages else ("heldout",)
+    problems = {split: recipe_problems(recipe, environment, split) for split in splits}
     for setting, name in (
         ("rl.advantage", recipe.rl.advantage),
         ("rl.loss.kind", recipe.rl.loss.kind),
@@ -161,7 +162,7 @@ def check_start(recipe: Recipe, path: Path) -> dict[str, Any]:
         if ":" in name:
             load_function(setting, name, {})
     check_trackers(recipe)
-    return identify(recipe.environment, environment)
+    return identify(recipe.environment, environment, problems)
 
 
 def execute(

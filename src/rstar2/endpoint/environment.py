@@ -13,8 +13,10 @@ server starts with the first one and ends with the environment.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+from rstar2.agent.episodes import failure_of
 from rstar2.agent.loop import RolloutSpec
 from rstar2.agent.template import Template
 from rstar2.config import AgentConfig
@@ -23,8 +25,8 @@ from rstar2.endpoint.server import EndpointServer, new_secret
 from rstar2.engine.base import Generator
 from rstar2.environments.base import EpisodeProtocol, SandboxClient
 from rstar2.environments.problems import ProblemList, ProblemSource
-from rstar2.errors import UserError
-from rstar2.types import Conversation, Problem, Split, Trajectory
+from rstar2.errors import InfrastructureError, UserError
+from rstar2.types import Conversation, Problem, Split, StopReason, Trajectory
 
 Demonstrate = Callable[[int, int], Iterator[Conversation]]
 """(count, seed) -> conversations for SFT, rendered as the program's requests are."""
@@ -42,8 +44,9 @@ class ProgramEnvironment:
     needs_sandbox = False
     prefill = ""
     reuses_urls = False
-    """Give a URL to another rollout after its own has ended: for programs that keep a client per
-    URL and leave no request behind."""
+    """Give the URL of a rollout without a failure to a later rollout: for programs that keep a
+    client per URL and leave no request behind. After a failure the program may still be running,
+    so its URL is never used again."""
 
     def __init__(
         self,
@@ -59,6 +62,12 @@ class ProgramEnvironment:
         self.program: Program = check_program(program)
         self.reward = reward
         self.deadline_s = deadline_s
+        self.made_from: Mapping[str, Any] = {
+            "program": self.program,
+            "reward": reward,
+            "demonstrations": demonstrations,
+        }
+        """For the record of a run (`environments.identity`)."""
         self._problems = ProblemList(problems, name)
         self._demonstrations = demonstrations
         self._free_secrets: list[str] = []
@@ -99,26 +108,31 @@ class ProgramEnvironment:
         spec: RolloutSpec,
     ) -> Trajectory:
         """One rollout, with its reward or a failure."""
-        secret = self._free_secrets.pop() if self._free_secrets else new_secret()
         try:
-            return await run_program(
-                self.program,
-                problem,
-                id=id,
-                group_id=group_id,
-                seed=seed,
-                server=await self._started(),
-                generator=generator,
-                template=template,
-                spec=spec,
-                generate_deadline_s=agent.generate_deadline_s,
-                program_deadline_s=self.deadline_s,
-                reward=self.reward,
-                secret=secret,
-            )
-        finally:
-            if self.reuses_urls:
-                self._free_secrets.append(secret)
+            server = await self._started()
+        except (InfrastructureError, OSError) as error:
+            stop, failure = StopReason.ENVIRONMENT_FAILED, failure_of(error)
+            return Trajectory(id, problem.id, group_id, seed, (), (), stop, failure=failure)
+        secret = self._free_secrets.pop() if self._free_secrets else new_secret()
+        trajectory = await run_program(
+            self.program,
+            problem,
+            id=id,
+            group_id=group_id,
+            seed=seed,
+            server=server,
+            generator=generator,
+            template=template,
+            spec=spec,
+            generate_deadline_s=agent.generate_deadline_s,
+            program_deadline_s=self.deadline_s,
+            reward_deadline_s=agent.reward_deadline_s,
+            reward=self.reward,
+            secret=secret,
+        )
+        if self.reuses_urls and trajectory.failure is None:
+            self._free_secrets.append(secret)
+        return trajectory
 
     async def _started(self) -> EndpointServer:
         async with self._starting:

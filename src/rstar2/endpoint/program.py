@@ -15,15 +15,18 @@ How a rollout ends, in the order of the checks:
 | the program returned                               | ANSWERED, or limit | `reward` or result  |
 
 A program that fails because of what the model wrote should return a low reward: an exception counts
-as a fault of the program and drops the rollout.
+as a fault of the program and drops the rollout. A reward function is treated as that of every other
+environment (`agent.episodes`): a plain function runs in a thread, and what it raises is a Failure.
+
+A limit explains an exception only if the exception is no infrastructure error: after an
+InfrastructureError, a lost connection or a time-out (as the error or as its cause), and after a
+signal that killed a command, the rollout has a Failure and no reward.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
-import math
 import os
 import signal
 import tempfile
@@ -33,19 +36,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rstar2.agent.episodes import EpisodeError, failure_of, guarded
 from rstar2.agent.loop import RolloutSpec
 from rstar2.agent.template import Template
 from rstar2.child import Child
 from rstar2.endpoint.server import MODEL, EndpointServer, RolloutEndpoint
 from rstar2.engine.base import Generator
-from rstar2.errors import InfrastructureError, RstarError, UserError
+from rstar2.environments.base import as_reward
+from rstar2.environments.threads import call_function
+from rstar2.errors import DeadlineError, InfrastructureError, RstarError, UserError
 from rstar2.types import Failure, Problem, Reward, StopReason, TokenSegment, Trajectory, encode
 
 Program = Callable[[str, str, Problem], Awaitable[Any]]
 """`await program(base_url, api_key, problem)`: one rollout of an agent that knows OpenAI's API."""
 
 GRACE_S = 5.0
-REWARD_DEADLINE_S = 60.0
 
 
 class ProgramError(RstarError):
@@ -63,7 +68,7 @@ class ProgramEpisode:
 
 
 ProgramReward = Callable[[ProgramEpisode], Any]
-"""Returns a finite number, or an awaitable of one."""
+"""A plain or async function that returns a finite number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,10 @@ class Command:
                 last = b""
                 while line := await child.read_line():
                     last = line.strip() or last
-                if await child.wait() != 0:
+                code = await child.wait()
+                if code < 0:  # such as SIGKILL, because the machine has no memory left
+                    raise InfrastructureError(child.post_mortem())
+                if code > 0:
                     raise ProgramError(child.post_mortem())
             finally:
                 await child.stop()
@@ -124,6 +132,7 @@ async def run_program(
     spec: RolloutSpec,
     generate_deadline_s: float,
     program_deadline_s: float,
+    reward_deadline_s: float,
     reward: ProgramReward | None = None,
     secret: str | None = None,
 ) -> Trajectory:
@@ -131,20 +140,21 @@ async def run_program(
     started_at, clock = time.time(), time.perf_counter()
     rollout = RolloutEndpoint(id, seed, generator, template, spec, generate_deadline_s)
     result: Any = None
-    error: ProgramError | None = None
+    error: Exception | None = None
     async with server.rollout(rollout, secret):
         deadline = asyncio.timeout(program_deadline_s)
         try:
             async with deadline:
                 result = await program(rollout.base_url, MODEL, problem)
         except Exception as raised:  # noqa: BLE001 - a foreign program may raise anything
-            error = _program_error(raised, rollout)
+            error = raised
         if deadline.expired():
-            text = f"the program did not end within {program_deadline_s:g} s"
-            rollout.failure = rollout.failure or Failure("deadline", text)
+            error = DeadlineError(f"the program did not end within {program_deadline_s:g} s")
     if rollout.error is not None:
         raise rollout.error
-    trajectory = _trajectory(rollout, problem, group_id, template, error)
+    failure = None if error is None else _program_failure(error, rollout)
+    trajectory = _trajectory(rollout, problem, group_id, template, failure)
+    trajectory = replace(trajectory, answer_tags=int(error is None))
     trajectory = replace(trajectory, started_at=started_at, wall_s=time.perf_counter() - clock)
     if trajectory.failure is not None:
         return trajectory
@@ -152,17 +162,30 @@ async def run_program(
         return replace(trajectory, reward=Reward(0.0, grader="limit"))
     answer = result if isinstance(result, str) else None
     trajectory = replace(trajectory, answer=answer)
-    worth = await _reward(reward, ProgramEpisode(problem, result, trajectory))
-    if isinstance(worth, Failure):
-        return replace(trajectory, failure=worth)
-    return replace(trajectory, reward=worth)
+    try:
+        episode = ProgramEpisode(problem, result, trajectory)
+        return replace(trajectory, reward=await _reward(reward, episode, reward_deadline_s))
+    except EpisodeError as broken:
+        return replace(trajectory, failure=broken.failure)
 
 
-def _program_error(raised: Exception, rollout: RolloutEndpoint) -> ProgramError:
+def _program_failure(raised: Exception, rollout: RolloutEndpoint) -> Failure | None:
+    """Why the rollout is lost; None if the program raised because a limit had been reached."""
+    if isinstance(raised, InfrastructureError):
+        return failure_of(raised)
     text = str(raised) if isinstance(raised, ProgramError) else f"{type(raised).__name__}: {raised}"
-    if rollout.refused and rollout.refused not in text:
-        text = f"{text} (a request was refused: {rollout.refused})"
-    return ProgramError(text)
+    if rollout.stop is None:
+        if rollout.refused and rollout.refused not in text:
+            text = f"{text} (a request was refused: {rollout.refused})"
+        return Failure("program", text)
+    link: BaseException | None = raised
+    while link is not None:
+        if isinstance(link, InfrastructureError):
+            return Failure(link.name, text)
+        if isinstance(link, ConnectionError | TimeoutError):
+            return Failure("connection", text)
+        link = link.__cause__ or link.__context__  # httpx suppresses the context
+    return None
 
 
 def _trajectory(
@@ -170,18 +193,17 @@ def _trajectory(
     problem: Problem,
     group_id: str,
     template: Template,
-    error: ProgramError | None,
+    failure: Failure | None,
 ) -> Trajectory:
+    """What was sampled, without a reward; `failure` is the program's own."""
     segments = rollout.tokens.segments
-    stop, failure = rollout.stop or StopReason.ANSWERED, rollout.failure
-    if failure is not None:
-        engine = failure.name != "deadline"
-        stop = StopReason.ENGINE_FAILED if engine else StopReason.ENVIRONMENT_FAILED
-    elif error is not None and rollout.stop is None:
-        stop, failure = StopReason.ENVIRONMENT_FAILED, Failure(error.name, str(error))
-    elif not segments and rollout.stop is None:
-        text = "the program ended without a reply of the model"
-        stop, failure = StopReason.ENVIRONMENT_FAILED, Failure("program", text)
+    stop = rollout.stop or StopReason.ANSWERED
+    if failure is None and not segments and rollout.stop is None:
+        failure = Failure("program", "the program ended without a reply of the model")
+    if rollout.failure is not None:
+        stop, failure = StopReason.ENGINE_FAILED, rollout.failure
+    elif failure is not None:
+        stop = StopReason.ENVIRONMENT_FAILED
     first = segments[0] if segments else TokenSegment((), ())
     return Trajectory(
         id=rollout.id,
@@ -192,7 +214,6 @@ def _trajectory(
         turns=first.turns,
         more_segments=segments[1:],
         stop=stop,
-        answer_tags=int(error is None),
         text=_text(segments, template),
         failure=failure,
     )
@@ -205,28 +226,21 @@ def _text(segments: Sequence[TokenSegment], template: Template) -> str:
     return "".join(texts)
 
 
-async def _reward(reward: ProgramReward | None, episode: ProgramEpisode) -> Reward | Failure:
-    """The reward of a finished program; anything but a finite number is a Failure."""
+async def _reward(
+    reward: ProgramReward | None, episode: ProgramEpisode, deadline_s: float
+) -> Reward:
+    """The reward of a finished program; raises EpisodeError if there is none."""
     started = time.perf_counter()
     value = episode.result
     if reward is not None:
-        deadline = asyncio.timeout(REWARD_DEADLINE_S)
-        try:
-            async with deadline:
-                value = reward(episode)
-                if inspect.isawaitable(value):
-                    value = await value
-        except InfrastructureError as error:
-            return Failure(error.name, str(error))
-        except Exception as error:  # noqa: BLE001 - a foreign function may raise anything
-            if deadline.expired():
-                return Failure("reward", f"no reward within {REWARD_DEADLINE_S:g} s")
-            return Failure("reward", f"{type(error).__name__}: {error}")
-    if isinstance(value, int | float) and math.isfinite(value):
-        wall_s = time.perf_counter() - started
-        return Reward(float(value), episode.trajectory.answer, "program", wall_s)
-    source = "the reward" if reward is not None else "the program (it has no reward function)"
-    return Failure("reward", f"{source} returned {value!r}: expected a finite number")
+        value = await guarded("reward", "reward", call_function(reward, episode), deadline_s)
+    elif not isinstance(value, int | float | Reward | Failure):
+        text = "the program (it has no reward function) returned"
+        raise EpisodeError(Failure("reward", f"{text} {value!r:.200}: expected a finite number"))
+    worth = as_reward(value, episode.trajectory.answer, "program")
+    if isinstance(worth, Failure):
+        raise EpisodeError(worth)
+    return replace(worth, wall_s=time.perf_counter() - started)
 
 
 def check_program(program: object) -> Program:

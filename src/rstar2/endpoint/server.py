@@ -271,11 +271,13 @@ class EndpointServer:
                         self._serving.result()
                         raise InfrastructureError("the endpoint's HTTP server ended during startup")
                     await asyncio.sleep(0.01)
-        except TimeoutError as error:
+        except BaseException as error:
             await self.close()
-            raise DeadlineError(
-                f"the endpoint's HTTP server did not start within {START_DEADLINE_S:g} s"
-            ) from error
+            if isinstance(error, TimeoutError):
+                raise DeadlineError(
+                    f"the endpoint's HTTP server did not start within {START_DEADLINE_S:g} s"
+                ) from error
+            raise
 
     async def close(self) -> None:
         """Stop listening and cancel what is running; idempotent."""
@@ -283,10 +285,10 @@ class EndpointServer:
             await self._end(secret)
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
-            done, _ = await asyncio.wait({self._serving}, timeout=STOP_DEADLINE_S)
-            if not done:
+            _, pending = await asyncio.wait({self._serving}, timeout=STOP_DEADLINE_S)
+            if pending:
                 self._serving.cancel()
-                await asyncio.gather(self._serving, return_exceptions=True)
+            await asyncio.gather(self._serving, return_exceptions=True)
         if self._socket is not None:
             self._socket.close()
         self._server = self._serving = self._socket = None

@@ -11,13 +11,15 @@ the extra `adapters`).
 - Agents run in verifiers' `subprocess` runtime unless `env` names another one.
 - The splits are disjoint: a hash of the prompt decides.
 - The reward is the mean reward of the traces whose agent can be trained. A trace with an error is a
-  Failure, unless the rollout had reached a limit: then the reward is 0.
+  Failure. If the rollout had reached a limit and the error may come from that (AFTER_LIMIT), the
+  reward is 0.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +27,13 @@ from rstar2.endpoint.environment import PROGRAM_DEADLINE_S, Demonstrate, Program
 from rstar2.endpoint.program import ProgramError
 from rstar2.endpoint.server import MODEL
 from rstar2.errors import DataError, InfrastructureError, UserError
-from rstar2.types import Problem, Split
+from rstar2.types import Failure, Problem, Split
 
 if TYPE_CHECKING:
     from verifiers.v1 import Env, Task
+    from verifiers.v1.trace import Error as EpisodeFault
+
+log = logging.getLogger(__name__)
 
 HELDOUT_SHARE = 8
 """One task in this many is held out."""
@@ -36,6 +41,9 @@ DEFAULT_COUNT = 1024
 MAX_TASKS = 100_000
 """Tasks of an endless taskset that are looked at."""
 START_DEADLINE_S = 120.0
+CLOSE_DEADLINE_S = 15.0
+AFTER_LIMIT = frozenset(("HarnessError", "EnvError"))
+"""Errors that a refused request can cause, beside the ProviderError that reports it."""
 NO_KEY = "RSTAR2_NO_API_KEY"
 """Name of an environment variable that is not set: the endpoint takes any key."""
 
@@ -67,6 +75,12 @@ class VerifiersEnvironment(ProgramEnvironment):
             deadline_s=deadline_s,
             name=f"verifiers/{id}",
         )
+        self.made_from = {
+            "id": id,
+            "taskset": dict(taskset or {}),
+            "env": dict(env or {}),
+            "demonstrations": demonstrations,
+        }
 
     # ------------------------------------------------------------------ problems
 
@@ -87,20 +101,24 @@ class VerifiersEnvironment(ProgramEnvironment):
         return tuple(problems)
 
     def _make_problems(self, split: Split, seed: int) -> Iterator[Problem]:
+        taken: set[str] = set()
         for number, task in enumerate(self._env.taskset):
             if number >= MAX_TASKS:
                 return
+            id = str(task.data.id or task.data.name or number)
+            if id in taken:  # names need not differ
+                id = f"{id}#{number}"
+            taken.add(id)
             prompt = task.data.prompt_text
             digest = hashlib.sha256(prompt.encode()).digest()
             if (digest[0] % HELDOUT_SHARE == 0) != (split == "heldout"):
                 continue
-            id = str(task.data.id or task.data.name or number)
             self._tasks[id] = task
             yield Problem(id, prompt, "", grader="verifiers", source=self.name)
 
     # ------------------------------------------------------------------ rollouts
 
-    async def _episode(self, base_url: str, api_key: str, problem: Problem) -> float:
+    async def _episode(self, base_url: str, api_key: str, problem: Problem) -> float | Failure:
         """One episode of one task; returns its reward."""
         from verifiers.v1 import EvalClientConfig, ModelContext
 
@@ -112,7 +130,10 @@ class VerifiersEnvironment(ProgramEnvironment):
         errors = [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]
         if not episode.ok:
             reasons = "; ".join(f"{error.type}: {error.message}" for error in errors)
-            raise ProgramError(f"the verifiers episode failed: {reasons or 'no reason was given'}")
+            text = f"the verifiers episode failed: {reasons or 'no reason was given'}"
+            if all(_may_follow_a_limit(error) for error in errors):
+                raise ProgramError(text)
+            return Failure("program", text)
         rewards = [float(trace.reward) for trace in episode.traces if trace.agent.trainable]
         if not rewards:
             raise ProgramError("the verifiers episode has no trace of an agent to be trained")
@@ -147,10 +168,29 @@ class VerifiersEnvironment(ProgramEnvironment):
     async def close(self) -> None:
         """End the environment's own servers and the endpoint."""
         holder, stop, self._holder = self._holder, self._stop, None
-        if holder is not None and stop is not None:
-            stop.set()
-            await holder
-        await super().close()
+        try:
+            if holder is not None and stop is not None:
+                stop.set()
+                await self._ended(holder)
+        finally:
+            await super().close()
+
+    async def _ended(self, holder: asyncio.Task[None]) -> None:
+        """Wait for the environment's servers to end; the rollouts have ended, so errors are
+        logged."""
+        _, pending = await asyncio.wait({holder}, timeout=CLOSE_DEADLINE_S)
+        if pending:
+            log.warning("%s: its servers did not end in %g s", self.name, CLOSE_DEADLINE_S)
+            holder.cancel()
+            _, pending = await asyncio.wait({holder}, timeout=CLOSE_DEADLINE_S)
+        if not pending and not holder.cancelled() and holder.exception() is not None:
+            log.warning("%s: its servers ended with %r", self.name, holder.exception())
+
+
+def _may_follow_a_limit(error: EpisodeFault) -> bool:
+    """Whether a refused request can be the reason; a broken sandbox or reward cannot."""
+    refused = error.type == "ProviderError" and (error.status_code or 500) < 500
+    return refused or error.type in AFTER_LIMIT
 
 
 def load_env(id: str, taskset: Mapping[str, Any], env: Mapping[str, Any]) -> Env[Any]:

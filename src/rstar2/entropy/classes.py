@@ -64,17 +64,17 @@ def classify(texts: Sequence[Sequence[str]], failures: Sequence[bool | None]) ->
 def failures_before(trajectory: Trajectory) -> list[bool | None]:
     """For each turn, whether a tool response just before it failed; None if there was none."""
     before: list[bool | None] = [None]
-    for turn in trajectory.turns:
+    for turn in trajectory.all_turns:
         outcomes = [result.outcome for result in turn.results]
         before.append(any(o.failed for o in outcomes) if outcomes else None)
-    return before[: len(trajectory.turns)]
+    return before[:-1]
 
 
 def recorded_entropies(trajectory: Trajectory) -> TokenEntropies | None:
     """The entropies that the engine reported; None unless it did for all turns."""
-    if any(turn.entropies is None for turn in trajectory.turns):
+    if any(turn.entropies is None for turn in trajectory.all_turns):
         return None
-    return [list(turn.entropies or ()) for turn in trajectory.turns]
+    return [list(turn.entropies or ()) for turn in trajectory.all_turns]
 
 
 def tokens_of(
@@ -88,7 +88,7 @@ def tokens_of(
     tokens = [
         Token(number, index, piece, kind, float(entropy), float(logprob))
         for number, (turn, pieces, values, names) in enumerate(
-            zip(trajectory.turns, texts, entropies, kinds, strict=True)
+            zip(trajectory.all_turns, texts, entropies, kinds, strict=True)
         )
         for index, (piece, kind, entropy, logprob) in enumerate(
             zip(pieces, names, values, turn.logprobs, strict=True)

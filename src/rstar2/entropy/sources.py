@@ -4,6 +4,7 @@ from the token ids by the learner's model code.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -114,7 +115,9 @@ def classed(
                 )
             values.append(entropies)
     return [
-        tokens_of(trajectory, [pieces(turn.sampled_ids) for turn in trajectory.turns], entropies)
+        tokens_of(
+            trajectory, [pieces(turn.sampled_ids) for turn in trajectory.all_turns], entropies
+        )
         for trajectory, entropies in zip(sample.trajectories, values, strict=True)
     ]
 
@@ -129,18 +132,22 @@ def exact_entropies(model_dir: Path) -> ExactEntropies:
 
     @torch.inference_mode()
     def compute(trajectories: Sequence[Trajectory]) -> list[TokenEntropies]:
-        rows = [(t.token_ids, t.mask) for t in trajectories]
+        rows = [(s.token_ids, s.mask) for t in trajectories for s in t.segments]
         by_row: dict[int, list[float]] = {}
         for (bins,) in plan([input_length(mask) for _, mask in rows], TOKENS_PER_PACK):
             pack = make_pack([make_row(i, *rows[i]) for i in bins])
             _, entropy_T = policy(pack)
             parts = entropy_T.split([len(row.predict) for row in pack.rows])
             by_row |= {row.index: part.tolist() for row, part in zip(pack.rows, parts, strict=True)}
-        return [_by_turn(by_row[i], t) for i, t in enumerate(trajectories)]
+        numbers = itertools.count()
+        return [
+            _by_turn([value for _ in t.segments for value in by_row.get(next(numbers), [])], t)
+            for t in trajectories
+        ]
 
     return compute
 
 
 def _by_turn(values: Sequence[float], trajectory: Trajectory) -> TokenEntropies:
     left = iter(values)
-    return [[next(left) for _ in turn.sampled_ids] for turn in trajectory.turns]
+    return [[next(left) for _ in turn.sampled_ids] for turn in trajectory.all_turns]

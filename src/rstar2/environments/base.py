@@ -9,8 +9,8 @@
 The agent loop knows only the first three. What it does with an episode, in this order:
 
     open       -> messages and tools become the prompt
-    every turn -> its calls run (`call`); a turn without a call is answered (`reply`), or it was
-                  the last one
+    every turn -> its calls run (`call`); after a turn without a call the environment replies
+                  (`reply`), or it was the last one
     answer     -> what the model answered, from the text of its turns
     reward     -> a Reward, or a named Failure; skipped after an infrastructure failure
     close      -> exactly once, also after an error or a cancellation
@@ -188,6 +188,24 @@ class Answer:
     """How often the model answered; 0 makes the rollout unanswered."""
     complete: bool = True
     """Whether the last turn holds a complete answer: StopReason.ANSWERED or NO_ANSWER."""
+
+
+def as_reward(value: object, answer: str | None, grader: str) -> Reward | Failure:
+    """What a reward function returned, as a Reward; all but a finite number is a Failure."""
+    if isinstance(value, Failure):
+        return value
+    number = value.value if isinstance(value, Reward) else value
+    if not isinstance(number, int | float):  # a bool is an int
+        kind = type(number).__name__
+        return Failure("reward", f"the reward must be a number, got {number!r:.200} of type {kind}")
+    try:
+        worth = float(number)
+    except OverflowError:
+        digits = int(math.log10(abs(number))) + 1
+        return Failure("reward", f"the reward is an integer of {digits} digits: too large a number")
+    if not math.isfinite(worth):
+        return Failure("reward", f"the reward is {worth}, not a finite number")
+    return value if isinstance(value, Reward) else Reward(worth, answer, grader)
 
 
 class SandboxClient(Protocol):

@@ -22,15 +22,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rstar2.environments.base import Answer, OpenTool, SandboxClient, Tool, ToolSpec
-from rstar2.environments.mcp import McpTool, mcp_tools
+from rstar2.environments.base import Answer, OpenTool, SandboxClient, Tool, ToolSpec, as_reward
+from rstar2.environments.mcp import McpConnection, McpTool, mcp_tools
 from rstar2.environments.problems import ProblemList, ProblemSource
 from rstar2.environments.python_tool import python
 from rstar2.environments.threads import call_function
 from rstar2.environments.tools import FunctionTool
-from rstar2.errors import UserError
+from rstar2.errors import InfrastructureError, UserError
 from rstar2.paper_format import format_penalty as paper_penalty
-from rstar2.tasks import together
+from rstar2.tasks import close_all
 from rstar2.types import (
     Conversation,
     Failure,
@@ -141,9 +141,25 @@ class Environment:
         self._problems = ProblemList(problems, name)
         self._tools: tuple[Tool, ...] | Callable[[EpisodeView], Sequence[AnyTool]]
         self._tools = tools if callable(tools) else make_tools(tools)
+        self.made_from: Mapping[str, Any] = {
+            "reward": reward,
+            "tools": self._tools,
+            "system": system,
+            "reply": reply,
+            "format_penalty": format_penalty,
+            "demonstrations": demonstrations,
+            "answer_tags": answer_tags,
+            "prefill": prefill,
+        }
+        """For the record of a run (`identity`)."""
 
     def __repr__(self) -> str:
         return f"<environment {self.name}>"
+
+    @property
+    def makes_tools(self) -> bool:
+        """Whether tools are made for every episode."""
+        return callable(self._tools)
 
     @property
     def needs_sandbox(self) -> bool:
@@ -171,7 +187,21 @@ class Environment:
 
     async def open(self, problem: Problem, *, seed: int, sandbox: SandboxClient | None) -> Episode:
         """Start an episode."""
-        return Episode(self, problem, seed, sandbox)
+        view = EpisodeView(problem, seed)
+        return Episode(self, view, sandbox, await self.tools_of(view))
+
+    async def tools_of(self, view: EpisodeView) -> tuple[Tool, ...]:
+        """The tools of one episode. A function that makes them runs in a thread: it may start a
+        server."""
+        if not callable(self._tools):
+            return self._tools
+        try:
+            tools: tuple[Tool, ...] = await call_function(self.tools, view)
+            return tools
+        except UserError as error:
+            if isinstance(error.__cause__, InfrastructureError):  # it may start the next time
+                raise error.__cause__ from error
+            raise
 
     def format_penalty(self, trajectory: Trajectory) -> float:
         """RoC's p_format: as given, or the paper's for tagged answers, else 0."""
@@ -223,19 +253,27 @@ class Environment:
         """End the MCP servers that the episodes share."""
         if not callable(self._tools):
             shared = {tool.connection: tool for tool in self._tools if isinstance(tool, McpTool)}
-            await together(tool.shutdown() for tool in shared.values())
+            await close_all(tool.shutdown() for tool in shared.values())
 
 
 class Episode:
     """One rollout of one problem of an Environment."""
 
     def __init__(
-        self, environment: Environment, problem: Problem, seed: int, sandbox: SandboxClient | None
+        self,
+        environment: Environment,
+        view: EpisodeView,
+        sandbox: SandboxClient | None,
+        tools: Sequence[Tool],
     ) -> None:
-        self._environment = environment
-        self._view = EpisodeView(problem, seed)
-        self.messages: Sequence[Message] = environment.messages(problem)
-        tools = environment.tools(self._view)
+        self._environment, self._view = environment, view
+        self.messages: Sequence[Message] = environment.messages(view.problem)
+        self._servers: set[McpConnection] = set()
+        """MCP servers of this episode; those of the environment are not among them."""
+        if environment.makes_tools:
+            self._servers = {tool.connection for tool in tools if isinstance(tool, McpTool)}
+        for server in self._servers:
+            server.join()
         self.tools: Sequence[ToolSpec] = tuple(tool.spec for tool in tools)
         self._open: dict[str, OpenTool] = {tool.spec.name: tool.open(sandbox) for tool in tools}
 
@@ -281,16 +319,12 @@ class Episode:
         view.turns, view.trajectory = trajectory.turns, trajectory
         view.answer = trajectory.answer or ""
         value = await call_function(self._environment.reward, view)
-        if isinstance(value, Reward | Failure):
-            return value
-        if not isinstance(value, int | float):  # a bool is an int
-            kind = type(value).__name__
-            return Failure("reward", f"the reward must be a number, got {value!r} of type {kind}")
-        return Reward(float(value), trajectory.answer, self._environment.name)
+        return as_reward(value, trajectory.answer, self._environment.name)
 
     async def close(self) -> None:
-        """Close the tools of the episode."""
-        await together(tool.close() for tool in self._open.values())
+        """Close the tools of the episode, and the servers that were started for it."""
+        tools = [tool.close() for tool in self._open.values()]
+        await close_all([*tools, *(server.leave() for server in self._servers)])
 
 
 def make_tools(given: Iterable[AnyTool]) -> tuple[Tool, ...]:

@@ -3,33 +3,25 @@
 `module:attribute` names an environment, or a function or class that makes one from `args`. The
 module is searched in the folder of the recipe, then in the current directory, then among the
 installed packages.
-
-A run records which environment it uses (`identify`), and refuses to resume with another one.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import importlib.machinery
-import importlib.util
 import inspect
-import sys
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import metadata
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import rstar2
 from rstar2 import extras
 from rstar2.config import EnvironmentConfig, Recipe, TemplateConfig
 from rstar2.environments.base import EnvironmentProtocol
-from rstar2.environments.environment import Environment
 from rstar2.errors import DataError, RecipeError, UserError
+from rstar2.plugins import make_importable
 from rstar2.problems.load import load_problems
 from rstar2.types import Problem, Split
 
@@ -128,20 +120,8 @@ def _attribute(target: str, config: EnvironmentConfig) -> Any:
 
 def _module(name: str, config: EnvironmentConfig) -> ModuleType:
     """Import a module: from the recipe's folder, the current directory, or as installed."""
-    top = name.partition(".")[0]
-    folders = [str(Path(f).resolve()) for f in (config.folder, ".") if f is not None]
-    spec = importlib.machinery.PathFinder.find_spec(top, folders) if ":" in config.use else None
+    folders = make_importable(config.folder) if ":" in config.use else []
     try:
-        if spec is not None and spec.origin is not None and top not in sys.modules:
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[top] = module
-            sys.path.extend(f for f in folders if f not in sys.path)  # for what it imports
-            try:
-                assert spec.loader is not None
-                spec.loader.exec_module(module)
-            except BaseException:
-                del sys.modules[top]
-                raise
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not name.startswith(error.name):
@@ -222,50 +202,3 @@ def recipe_problems(
     if not problems:
         raise DataError(f"environment {environment.name} has no problems of the split {split!r}")
     return problems
-
-
-# --------------------------------------------------------------------------- identity
-
-
-def identify(config: EnvironmentConfig, environment: EnvironmentProtocol) -> dict[str, Any]:
-    """What a run records about its environment, as plain JSON values.
-
-    `source` is a hash of the file that defines it; it is empty for environments of installed
-    packages, which have a version instead.
-    """
-    entry = known_environments().get(config.use)
-    source = version = ""
-    if entry is None:
-        file = _source_file(config)
-        source = hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file else ""
-    else:
-        version = rstar2.__version__ if entry.origin == "built in" else entry.origin
-    return {
-        "name": environment.name,
-        "use": config.use,
-        "version": version,
-        "args": dict(config.args),
-        "source": source,
-    }
-
-
-def identify_object(environment: EnvironmentProtocol) -> dict[str, Any]:
-    """What a run records about an environment that was not loaded by name."""
-    maker: Any = environment.reward if isinstance(environment, Environment) else type(environment)
-    try:
-        file = inspect.getsourcefile(maker)
-    except TypeError:  # a built-in function
-        file = None
-    source = Path(file).read_bytes() if file and Path(file).is_file() else b""
-    return {
-        "name": environment.name,
-        "use": environment.name,
-        "version": "",
-        "args": {},
-        "source": hashlib.sha256(source).hexdigest()[:16] if source else "",
-    }
-
-
-def _source_file(config: EnvironmentConfig) -> Path | None:
-    module = sys.modules.get(config.use.partition(":")[0])
-    return Path(module.__file__) if module is not None and module.__file__ else None

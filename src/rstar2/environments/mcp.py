@@ -5,13 +5,15 @@
 
 The names, descriptions and schemas are read when the tools are made: the server is started (or
 asked) once for that. The connection that serves the calls is opened at the first call and shared by
-all episodes; a server that we started ends with it, and with this process.
+all episodes; a server that we started ends with it, and with this process. Tools that are made for
+an episode have a connection of their own, which ends with the last episode that uses it.
 
 | what the server does                       | becomes                                          |
 |--------------------------------------------|--------------------------------------------------|
 | returns content                            | OK or NO_OUTPUT                                  |
 | returns a result with `isError`            | EXCEPTION, with the text                         |
 | refuses the arguments, or the tool's name  | BAD_ARGUMENTS, UNKNOWN_TOOL                      |
+| answers with another JSON-RPC error        | EXCEPTION, with the message                      |
 | does not answer within the deadline        | TIMEOUT                                          |
 | ends, or cannot be reached                 | ToolServerError: the rollout is retried          |
 """
@@ -34,13 +36,13 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from rstar2.child import TAIL_LINES, with_parent_death_signal
 from rstar2.environments.base import SandboxClient, ToolSpec
-from rstar2.errors import InfrastructureError, UserError
+from rstar2.errors import DeadlineError, InfrastructureError, UserError
 from rstar2.types import Outcome, ToolCall, ToolResult
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from mcp import Client
+    from mcp import Client, MCPError
     from mcp.types import CallToolResult
     from mcp.types import Tool as ListedTool
 
@@ -52,6 +54,8 @@ START_DEADLINE_S = 60.0
 CLOSE_DEADLINE_S = 15.0
 OUTPUT_CHARS = 20_000
 """Longer results are cut in the middle, before the agent's own limit in tokens."""
+HTTP_STATUS = "Server returned an error response"
+"""The message of MCP's client for an HTTP status that says nothing about the call."""
 
 
 class ToolServerError(InfrastructureError):
@@ -148,6 +152,7 @@ class McpConnection:
         self._task: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[Client] | None = None
         self._stop: asyncio.Event | None = None
+        self._episodes = 0
 
     async def probe(self) -> Sequence[ListedTool]:
         """All tools of the server, by a connection that ends at once."""
@@ -163,18 +168,18 @@ class McpConnection:
                         return tools
         except ToolServerError as error:
             raise UserError(f"tools: {error}") from error
-        except TimeoutError as error:
-            raise UserError(
-                f"tools: the MCP server {self.target!r} did not list its tools within "
+        except TimeoutError:
+            late = DeadlineError(
+                f"the MCP server {self.target!r} did not list its tools within "
                 f"{START_DEADLINE_S:g} s"
-            ) from error
+            )
+            raise UserError(f"tools: {late}") from late
 
     async def call(
         self, name: str, arguments: Mapping[str, Any], deadline_s: float
     ) -> tuple[Outcome, str]:
         """The outcome and the text of one call."""
         from mcp import MCPError
-        from mcp.types import INVALID_PARAMS, METHOD_NOT_FOUND
 
         client = await self._connected()
         try:
@@ -183,10 +188,9 @@ class McpConnection:
         except TimeoutError:
             return Outcome.TIMEOUT, f"The tool did not answer within {deadline_s:g} s."
         except MCPError as error:
-            if error.error.code == INVALID_PARAMS:
-                return Outcome.BAD_ARGUMENTS, error.error.message
-            if error.error.code == METHOD_NOT_FOUND:
-                return Outcome.UNKNOWN_TOOL, error.error.message
+            outcome = _outcome(error)
+            if outcome is not None:
+                return outcome, _cut(error.error.message) or "The tool failed without a message."
             await self.close()
             raise ToolServerError(f"{self.target}: {error}") from error
         except Exception as error:
@@ -196,6 +200,16 @@ class McpConnection:
         if result.is_error:
             return Outcome.EXCEPTION, text or "The tool failed without a message."
         return (Outcome.OK, text) if text.strip() else (Outcome.NO_OUTPUT, "")
+
+    def join(self) -> None:
+        """Count an episode whose tools were made for it."""
+        self._episodes += 1
+
+    async def leave(self) -> None:
+        """Such an episode has ended; the last one ends the connection."""
+        self._episodes -= 1
+        if self._episodes == 0:
+            await self.close()
 
     async def close(self) -> None:
         """End the connection, and the server if we started it; a later call opens a new one."""
@@ -263,6 +277,26 @@ class McpConnection:
                     f"the MCP server {self.target!r} cannot be {verb}: {_reason(error)}"
                     f"{_tail(errors)}"
                 ) from error
+
+
+def _outcome(error: MCPError) -> Outcome | None:
+    """What an error means for the call; None if it is the connection that failed."""
+    from mcp.types import (
+        CONNECTION_CLOSED,
+        INVALID_PARAMS,
+        INVALID_REQUEST,
+        METHOD_NOT_FOUND,
+        PARSE_ERROR,
+        REQUEST_TIMEOUT,
+    )
+
+    code = error.error.code
+    if code == INVALID_PARAMS:
+        return Outcome.BAD_ARGUMENTS
+    if code == METHOD_NOT_FOUND:
+        return Outcome.UNKNOWN_TOOL
+    lost = (CONNECTION_CLOSED, REQUEST_TIMEOUT, INVALID_REQUEST, PARSE_ERROR)
+    return None if code in lost or error.error.message == HTTP_STATUS else Outcome.EXCEPTION
 
 
 def _reason(error: Exception) -> str:

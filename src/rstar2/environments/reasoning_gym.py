@@ -7,8 +7,8 @@ environment. Needs the package reasoning-gym (in the extra `adapters`).
 - A problem is a pure function of (family, settings, seed, index), so a run draws the same problems
   again. The splits are disjoint whatever the seeds: a hash of the question decides.
 - The reward is the family's own score of the text in the last <answer> tags, from 0 to 1.
-- Some scorers evaluate the answer as Python. So scorers run in the code environment, in a session
-  that has imported the package once. After every score the session is rolled back, so that no
+- Some scorers evaluate the answer as Python. So scorers run in the code environment, in sessions
+  that have imported the package once. After every score the session is rolled back, so that no
   answer can change how the next one is scored.
 - With `right_share` there are demonstrations for SFT of small models. They teach the format: only
   that share of them has the right answer, so that RL has something to learn.
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rstar2.codeenv.protocol import RunRequest
-from rstar2.environments.base import SandboxClient
+from rstar2.environments.base import SandboxClient, Tool
 from rstar2.environments.environment import Environment, Episode, EpisodeView, Tools
 from rstar2.environments.python_tool import PythonTool
 from rstar2.errors import DataError, InfrastructureError, InvariantError, UserError
@@ -52,6 +52,7 @@ IMPORT_LIMITS = Limits(wall_s=60.0, cpu_s=30.0)
 SCORE_LIMITS = Limits(wall_s=10.0, cpu_s=10.0)
 CALL_DEADLINE_S = 120.0
 ANSWER_CHARS = 10_000
+MAX_SESSIONS = 4
 
 Settings = Mapping[str, Any]
 
@@ -184,13 +185,32 @@ raise ScoreDone
 
 
 @dataclass(slots=True)
-class Scorer:
-    """Scores answers in a session of the code environment, one after another."""
+class ScoreSession:
+    """A session of the code environment that scores answers, one after another."""
 
-    settings: Mapping[str, Settings]
-    session: str | None = None
+    id: str | None = None
+    """None until the session is open and has imported the package."""
     prepared: set[tuple[str, int]] = field(default_factory=set)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    waiting: int = 0
+    """Answers that it scores, or that wait for it."""
+
+    def forget(self) -> None:
+        """The next answer opens the session again."""
+        self.id = None
+        self.prepared.clear()
+
+
+@dataclass(slots=True)
+class Scorer:
+    """Scores answers in sessions of the code environment.
+
+    An answer goes to the session with the shortest queue. A session is opened if all others are
+    busy, up to MAX_SESSIONS: an answer that takes long delays few others, whose deadline runs.
+    """
+
+    settings: Mapping[str, Settings]
+    sessions: list[ScoreSession] = field(default_factory=list)
     sandbox: SandboxClient | None = None
 
     async def score(
@@ -199,32 +219,55 @@ class Scorer:
         """The family's own score of an answer. A lost session is opened again, once."""
         if answer is None:
             return Reward(0.0, None, NAME)
+        session = self._shortest_queue(sandbox)
+        ahead, started = session.waiting, False
+        session.waiting += 1
         try:
-            async with asyncio.timeout(deadline_s), self.lock:
-                try:
-                    return await self._score(sandbox, problem, answer)
-                except (InfrastructureError, UserError):  # the session expired, or its server died
-                    self._forget()
-                    return await self._score(sandbox, problem, answer)
+            async with asyncio.timeout(deadline_s), session.lock:
+                started = True
+                return await self._score_once_more(session, sandbox, problem, answer)
         except TimeoutError:
-            return Failure("reward", f"{problem.id}: no score within {deadline_s:g} s")
+            queue = "" if started else f": {ahead} answers were before it in the queue"
+            return Failure("deadline", f"{problem.id}: no score within {deadline_s:g} s{queue}")
         except InfrastructureError as error:
             return Failure(error.name, str(error))
+        finally:
+            session.waiting -= 1
+
+    def _shortest_queue(self, sandbox: SandboxClient) -> ScoreSession:
+        if self.sandbox is not sandbox:
+            self.sessions, self.sandbox = [], sandbox
+        shortest = min(self.sessions, key=lambda session: session.waiting, default=None)
+        if shortest is None or (shortest.waiting and len(self.sessions) < MAX_SESSIONS):
+            shortest = ScoreSession()
+            self.sessions.append(shortest)
+        return shortest
+
+    async def _score_once_more(
+        self, session: ScoreSession, sandbox: SandboxClient, problem: Problem, answer: str
+    ) -> Reward | Failure:
+        try:
+            try:
+                return await self._score(session, sandbox, problem, answer)
+            except (InfrastructureError, UserError):  # the session expired, or its server died
+                session.forget()
+                return await self._score(session, sandbox, problem, answer)
+        except BaseException:  # also a cancellation: its call may still be running
+            session.forget()
+            raise
 
     async def _score(
-        self, sandbox: SandboxClient, problem: Problem, answer: str
+        self, session: ScoreSession, sandbox: SandboxClient, problem: Problem, answer: str
     ) -> Reward | Failure:
         task, seed, index = problem.kind, problem.meta["seed"], problem.meta["index"]
-        if self.sandbox is not sandbox:
-            self._forget()
-            self.sandbox = sandbox
-        if self.session is None:
-            self.session = (await sandbox.open_session()).id
-            await self._run(sandbox, SETUP, "", IMPORT_LIMITS)
+        if session.id is None:
+            opened = (await sandbox.open_session()).id
+            await self._run(opened, sandbox, SETUP, "", IMPORT_LIMITS)
+            session.id = opened
         given = {"task": task, "settings": dict(self.settings[task]), "seed": seed}
-        if (task, seed) not in self.prepared:
-            await self._run(sandbox, PREPARE, json.dumps(given), IMPORT_LIMITS)
-            self.prepared.add((task, seed))
+        if (task, seed) not in session.prepared:
+            await self._run(session.id, sandbox, PREPARE, json.dumps(given), IMPORT_LIMITS)
+            session.prepared.add((task, seed))
         nonce = secrets.token_hex(8)
         more = {"index": index, "question": problem.meta["question"], "nonce": nonce}
         body = json.dumps({**given, **more, "answer": answer[:ANSWER_CHARS]})
@@ -234,7 +277,7 @@ class Scorer:
                 SCORE,
                 stdin=body,
                 limits=SCORE_LIMITS,
-                session=self.session,
+                session=session.id,
                 deadline_s=CALL_DEADLINE_S,
             )
         )
@@ -248,14 +291,16 @@ class Scorer:
         reason = (result.traceback or result.message or result.outcome.value).strip()
         return Failure("reward", f"{problem.id}: the scorer of {task} failed: {reason[-500:]}")
 
-    async def _run(self, sandbox: SandboxClient, code: str, stdin: str, limits: Limits) -> None:
+    async def _run(
+        self, session: str, sandbox: SandboxClient, code: str, stdin: str, limits: Limits
+    ) -> None:
         result = await sandbox.run(
             RunRequest(
                 secrets.token_hex(8),
                 code,
                 stdin=stdin,
                 limits=limits,
-                session=self.session,
+                session=session,
                 deadline_s=CALL_DEADLINE_S,
             )
         )
@@ -263,21 +308,16 @@ class Scorer:
             reason = (result.traceback or result.message or result.outcome.value).strip()
             raise InfrastructureError(f"the scorer cannot be started: {reason[-500:]}")
 
-    def _forget(self) -> None:
-        self.session = None
-        self.prepared.clear()
-
     async def close(self) -> None:
-        """Close the session."""
-        session, sandbox = self.session, self.sandbox
-        self._forget()
-        self.sandbox = None
-        self.lock = asyncio.Lock()  # a lock belongs to one event loop
-        if session is not None and sandbox is not None:
-            try:
-                await sandbox.close_session(session)
-            except (InfrastructureError, UserError):  # it expired, or its server has ended
-                return
+        """Close the sessions."""
+        sessions, sandbox = self.sessions, self.sandbox
+        self.sessions, self.sandbox = [], None
+        for session in sessions:
+            if session.id is not None and sandbox is not None:
+                try:
+                    await sandbox.close_session(session.id)
+                except (InfrastructureError, UserError):  # it expired, or its server has ended
+                    continue
 
 
 # --------------------------------------------------------------------------- the environment
@@ -324,6 +364,12 @@ class ReasoningGym(Environment):
             answer_tags=("<answer>", "</answer>"),
             name=NAME,
         )
+        self.made_from = {
+            "tasks": self.families,
+            "tools": self._tools,
+            "system": system,
+            "right_share": right_share,
+        }
 
     def _draw(self, split: Split, seed: int) -> Sequence[Problem]:
         return self.problems(split, None, seed)
@@ -338,7 +384,8 @@ class ReasoningGym(Environment):
         """Start an episode."""
         if sandbox is None:
             raise InvariantError(f"{NAME} needs the code environment")
-        return ReasoningGymEpisode(self, problem, seed, sandbox)
+        view = EpisodeView(problem, seed)
+        return ReasoningGymEpisode(self, view, sandbox, await self.tools_of(view))
 
     async def close(self) -> None:
         """End the scorer's session and what the tools share."""
@@ -378,10 +425,14 @@ class ReasoningGymEpisode(Episode):
     """An episode whose reward is the family's own score."""
 
     def __init__(
-        self, environment: ReasoningGym, problem: Problem, seed: int, sandbox: SandboxClient
+        self,
+        environment: ReasoningGym,
+        view: EpisodeView,
+        sandbox: SandboxClient,
+        tools: Sequence[Tool],
     ) -> None:
-        super().__init__(environment, problem, seed, sandbox)
-        self._scorer, self._sandbox, self._problem = environment.scorer, sandbox, problem
+        super().__init__(environment, view, sandbox, tools)
+        self._scorer, self._sandbox, self._problem = environment.scorer, sandbox, view.problem
 
     async def reward(self, trajectory: Trajectory, deadline_s: float) -> Reward | Failure:
         """Score the answer in the code environment."""

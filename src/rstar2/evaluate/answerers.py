@@ -17,13 +17,19 @@ from rstar2.agent.chat_loop import ChatLoop, ChatModel, opening_messages
 from rstar2.agent.episodes import EpisodeError, conclude, open_episode
 from rstar2.agent.loop import AgentLoop, RolloutSpec
 from rstar2.codeenv.client.client import CodeEnvClient
-from rstar2.config import AgentConfig, Recipe, SchedulerConfig, TemplateConfig
+from rstar2.config import (
+    AgentConfig,
+    CodeEnvConfig,
+    EnvironmentConfig,
+    Recipe,
+    SchedulerConfig,
+    TemplateConfig,
+)
 from rstar2.engine.base import Engine
 from rstar2.engine.openai import ChatReply, OnText
 from rstar2.environments.base import EnvironmentProtocol, SandboxClient
 from rstar2.environments.load import load_environment
 from rstar2.errors import UserError
-from rstar2.paper_format import REASON_OPEN
 from rstar2.rollout.fleet import Fleet
 from rstar2.rollout.groups import GroupRunner
 from rstar2.rollout.scheduler import Scheduler
@@ -68,7 +74,7 @@ class FleetAnswerer:
             seed=task.seed,
             spec=spec,
         )
-        return trajectory, len(trajectory.completion_ids)
+        return trajectory, trajectory.completion_tokens
 
 
 # --------------------------------------------------------------------------- endpoints
@@ -196,12 +202,14 @@ def fingerprint(directory: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def load_template(
-    directory: Path, asked: TemplateConfig | None, prefill: str | None = None
-) -> Template:
-    """The template of a checkpoint: as requested, else as trained, else the paper's.
+def load_task(
+    directory: Path,
+    asked: TemplateConfig | None,
+    environment: EnvironmentConfig | EnvironmentProtocol,
+) -> tuple[Template, EnvironmentProtocol]:
+    """The template of a checkpoint, with the prefill of an environment, and that environment.
 
-    `prefill` is that of the environment; by default that of python-math.
+    The template is as requested, else as trained, else the paper's.
     """
     from transformers import AutoTokenizer  # slow to import: only on use
 
@@ -212,9 +220,23 @@ def load_template(
     except (OSError, ValueError) as error:
         raise UserError(f"{directory}: no tokenizer there: {error}") from error
     config = asked or settings_of(tokenizer) or TemplateConfig()
-    if prefill is None:
-        prefill = REASON_OPEN if config.prefill_reason else ""
-    return Template(tokenizer, config, prefill)
+    if isinstance(environment, EnvironmentConfig):
+        environment = load_environment(environment, config)
+    return Template(tokenizer, config, environment.prefill), environment
+
+
+@asynccontextmanager
+async def open_environment(
+    environment: EnvironmentProtocol, config: CodeEnvConfig
+) -> AsyncIterator[CodeEnvClient | None]:
+    """The code environment, if the environment needs it; closes the environment before it."""
+    async with AsyncExitStack() as stack:
+        tools: CodeEnvClient | None = None
+        if environment.needs_sandbox:
+            tools = await CodeEnvClient.start(config)
+            stack.push_async_callback(tools.close)
+        stack.push_async_callback(environment.close)
+        yield tools
 
 
 @asynccontextmanager
@@ -223,12 +245,9 @@ async def open_fleet(
     scheduler: SchedulerConfig,
     directory: Path,
     template: Template,
-    environment: EnvironmentProtocol | None = None,
+    environment: EnvironmentProtocol,
 ) -> AsyncIterator[FleetAnswerer]:
-    """Start engines with the weights of a directory, behind the scheduler.
-
-    Without an environment the recipe's own is used.
-    """
+    """Start engines with the weights of a directory, behind the scheduler."""
     from rstar2.engine.make import make_engines
 
     engines = make_engines(recipe, directory)
@@ -240,12 +259,7 @@ async def open_fleet(
     async with AsyncExitStack() as stack:
         fleet = Fleet(engines, Scheduler(scheduler), recover=recover)
         stack.push_async_callback(fleet.close)
-        environment = environment or load_environment(recipe.environment, template.config)
-        stack.push_async_callback(environment.close)
-        tools: CodeEnvClient | None = None
-        if environment.needs_sandbox:
-            tools = await CodeEnvClient.start(recipe.codeenv)
-            stack.push_async_callback(tools.close)
+        tools = await stack.enter_async_context(open_environment(environment, recipe.codeenv))
         await together(engine.start() for engine in engines)
         loads = await together(engine.load() for engine in engines)
         fleet.require(loads[0].version)
@@ -265,8 +279,6 @@ async def open_endpoint(
     async with AsyncExitStack() as stack:
         chat = OpenAIChat(endpoint.url, model=endpoint.model, api_key=endpoint.api_key)
         model = await stack.enter_async_context(chat)
-        tools = await CodeEnvClient.start(recipe.codeenv)
-        stack.push_async_callback(tools.close)
         environment = load_environment(recipe.environment, template)
-        stack.push_async_callback(environment.close)
+        tools = await stack.enter_async_context(open_environment(environment, recipe.codeenv))
         yield EndpointAnswerer(model, environment, tools, recipe.agent, template)

@@ -115,7 +115,7 @@ def summarise_answer(answer: GradedAnswer, grader: str) -> AnswerSummary:
         correct=trajectory.correct,
         vote=vote(trajectory.answer, grader),
         tokens=answer.tokens,
-        turns=len(trajectory.turns),
+        turns=len(trajectory.all_turns),
         stop=trajectory.stop,
         outcomes=Counter(result.outcome.value for result in trajectory.results),
     )

@@ -157,12 +157,14 @@ class _Key(msgspec.Struct):
 
 def _slim(answer: GradedAnswer) -> GradedAnswer:
     """Drop what only training needs: it would be most of the file at 30,000 tokens per answer."""
-    turns = tuple(_bare(turn) for turn in answer.trajectory.turns)
-    return replace(answer, trajectory=replace(answer.trajectory, turns=turns))
+    trajectory = answer.trajectory
+    more = tuple(replace(s, turns=_bare(s.turns)) for s in trajectory.more_segments)
+    slim = replace(trajectory, turns=_bare(trajectory.turns), more_segments=more)
+    return replace(answer, trajectory=slim)
 
 
-def _bare(turn: Turn) -> Turn:
-    return replace(turn, logprobs=(), entropies=None)
+def _bare(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    return tuple(replace(turn, logprobs=(), entropies=None) for turn in turns)
 
 
 # --------------------------------------------------------------------------- reading

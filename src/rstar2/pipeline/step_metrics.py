@@ -73,9 +73,9 @@ def rollout_metrics(rollouts: Sequence[Trajectory]) -> dict[str, float]:
     calls = sum(n for o, n in outcomes.items() if o is not Outcome.INFRASTRUCTURE)
     metrics: dict[str, float] = {
         "reward": mean(t.reward.value for t in rollouts if t.reward),
-        "response_length": mean(len(t.completion_ids) for t in rollouts),
+        "response_length": mean(t.completion_tokens for t in rollouts),
         "sampled_length": mean(t.sampled_tokens for t in rollouts),
-        "turns": mean(len(t.turns) for t in rollouts),
+        "turns": mean(len(t.all_turns) for t in rollouts),
         "calls": mean(t.calls for t in rollouts),
         "truncated": mean(t.truncated for t in rollouts),
         "max_turns": mean(t.stop is StopReason.MAX_TURNS for t in rollouts),
@@ -96,8 +96,8 @@ def rollout_metrics(rollouts: Sequence[Trajectory]) -> dict[str, float]:
 def time_split(rollouts: Sequence[Trajectory], times: StepTimes) -> dict[str, float]:
     """The step's seconds by activity."""
     spent = {
-        "generate": sum(turn.generate_s for t in rollouts for turn in t.turns),
-        "tools": sum(turn.tools_s for t in rollouts for turn in t.turns),
+        "generate": sum(turn.generate_s for t in rollouts for turn in t.all_turns),
+        "tools": sum(turn.tools_s for t in rollouts for turn in t.all_turns),
         "grade": sum(t.reward.wall_s for t in rollouts if t.reward),
     }
     total = sum(spent.values()) or 1.0
@@ -125,7 +125,7 @@ def staleness_metrics(collected: CollectedStep, version: WeightVersion) -> dict[
 def tool_times(rollouts: Sequence[Trajectory], times: StepTimes) -> dict[str, float]:
     """Speed of the code environment: calls per second, and how long turns waited for it."""
     executed = [r for t in rollouts for r in t.results if not r.outcome.malformed]
-    waits = sorted(turn.tools_s for t in rollouts for turn in t.turns if turn.results)
+    waits = sorted(turn.tools_s for t in rollouts for turn in t.all_turns if turn.results)
     if not executed or not waits:
         return {}
     return {

@@ -359,19 +359,35 @@ def _check_same_environment(path: Path, environment: Mapping[str, Any]) -> None:
     recorded = read_environment(path).get("environment")
     if recorded is None:  # version 0.2 had one environment
         return
-    for key in ("name", "args", "source"):
-        old, new = recorded.get(key), environment[key]
-        if old != new:
-            what = {
-                "name": f"used the environment {old!r}, now it is {new!r}",
-                "args": f"used the environment {recorded['name']!r} with {old}, now with {new}",
-                "source": f"used another version of the source of environment {recorded['name']!r}",
-            }[key]
-            raise RecipeError(
-                f"{path} {what}: put the old one back to resume it, start again with --fresh "
-                "(fresh=True in Python; it removes this run), or choose another run directory "
-                "(--run)"
-            )
+    what = _changed(recorded, environment)
+    if what is not None:
+        raise RecipeError(
+            f"{path} {what}: put the old one back to resume it, start again with --fresh "
+            "(fresh=True in Python; it removes this run), or choose another run directory (--run)"
+        )
+
+
+def _changed(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """What is different about an environment; what an older rstar2 did not record is skipped."""
+    name = recorded["name"]
+    if name != now["name"]:
+        return f"used the environment {name!r}, now it is {now['name']!r}"
+    if recorded["args"] != now["args"]:
+        return f"used the environment {name!r} with {recorded['args']}, now with {now['args']}"
+    if recorded["source"] and now["source"] and recorded["source"] != now["source"]:
+        return f"used another version of the source of environment {name!r}"
+    for key, text in (
+        ("modules", "used another version of {}, which the source of environment {!r} imports"),
+        ("made_from", "used another {} of environment {!r}"),
+        ("problems", "used other problems (split {}) of environment {!r}, or in another order"),
+    ):
+        old, new = recorded.get(key), now.get(key)
+        if old is None or new is None:
+            continue
+        names = [part for part in sorted(old | new) if old.get(part) != new.get(part)]
+        if names:
+            return text.format(", ".join(names), name)
+    return None
 
 
 def _check_same_run(path: Path, recipe: Recipe) -> None:

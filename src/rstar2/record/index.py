@@ -114,6 +114,12 @@ class PartialReward(msgspec.Struct, gc=False):
     value: float
 
 
+class PartialSegment(msgspec.Struct, gc=False):
+    """The turns of a further segment of a recorded trajectory."""
+
+    turns: tuple[PartialTurn, ...]
+
+
 class PartialTrajectory(msgspec.Struct, gc=False):
     """A recorded trajectory without its token ids and logprobs."""
 
@@ -124,6 +130,12 @@ class PartialTrajectory(msgspec.Struct, gc=False):
     reward: PartialReward | None = None
     started_at: float = 0.0
     wall_s: float = 0.0
+    more_segments: tuple[PartialSegment, ...] = ()
+
+    @property
+    def all_turns(self) -> tuple[PartialTurn, ...]:
+        """The turns of all segments."""
+        return (*self.turns, *(turn for segment in self.more_segments for turn in segment.turns))
 
 
 class PartialProblem(msgspec.Struct, gc=False):
@@ -192,7 +204,7 @@ def _rollout_entry(trajectory: PartialTrajectory, group: str, kept: bool | None)
     sampled = responses = 0
     outcomes: list[str] = []
     entropies: list[float] = []
-    for turn in trajectory.turns:
+    for turn in trajectory.all_turns:
         sampled += _count(turn.sampled_ids)
         responses += _count(turn.response_ids)
         outcomes += [result.outcome for result in turn.results]
@@ -208,7 +220,7 @@ def _rollout_entry(trajectory: PartialTrajectory, group: str, kept: bool | None)
         round(sum(entropies) / len(entropies), 5) if entropies else None,
         trajectory.started_at,
         round(trajectory.wall_s, 4),
-        tuple(map(_turn_entry, trajectory.turns)),
+        tuple(map(_turn_entry, trajectory.all_turns)),
     )
 
 

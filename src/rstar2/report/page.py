@@ -408,6 +408,6 @@ def _example_rollout(stage: str, trajectory: Trajectory) -> ExampleRollout:
         correct=trajectory.correct,
         answer=trajectory.reward.answer if trajectory.reward else None,
         stop=trajectory.stop.value.replace("_", " "),
-        tokens=len(trajectory.completion_ids),
+        tokens=trajectory.completion_tokens,
         segments=tuple(segments(trajectory)),
     )

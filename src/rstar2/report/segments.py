@@ -40,7 +40,7 @@ def segments(trajectory: Trajectory) -> list[Segment]:
     """The segments of a trajectory, in order."""
     calls = [
         (number, call, turn.results if call is turn.calls[-1] else ())
-        for number, turn in enumerate(trajectory.turns)
+        for number, turn in enumerate(trajectory.all_turns)
         for call in turn.calls
     ]
     parts: list[Segment] = []

@@ -19,7 +19,16 @@ from rstar2.record import GroupLine
 from rstar2.record.index import GroupEntry
 from rstar2.report.segments import Segment, segments
 from rstar2.rollout.timeline import STATES, TimelineSpan, chrome_trace, svg
-from rstar2.types import Choice, Group, Selection, ToolResult, Trajectory, Turn
+from rstar2.types import (
+    Choice,
+    Group,
+    Selection,
+    TokenSegment,
+    TokenValues,
+    ToolResult,
+    Trajectory,
+    Turn,
+)
 from rstar2.viewer.catalog import Catalog, GroupRef
 from rstar2.viewer.overview import step_metrics
 from rstar2.viewer.run import NotRecordedError, ViewedRun
@@ -287,7 +296,7 @@ def rollout(run: ViewedRun, trajectory_id: str) -> dict[str, Any]:
         "attempts": trajectory.attempts,
         "wall_s": trajectory.wall_s,
         "segments": [_segment(s, trajectory) for s in segments(trajectory)],
-        "turns": [_turn(turn) for turn in trajectory.turns],
+        "turns": [_turn(turn) for turn in trajectory.all_turns],
         "previous": ids[number - 1] if number else None,
         "following": ids[number + 1] if number + 1 < len(ids) else None,
     }
@@ -301,7 +310,7 @@ def _segment(segment: Segment, trajectory: Trajectory) -> dict[str, Any]:
         "cut": max(0, len(segment.text) - LONGEST),
     }
     if segment.kind == "result":
-        result = trajectory.turns[segment.turn].results[segment.result]
+        result = trajectory.all_turns[segment.turn].results[segment.result]
         shown |= {"outcome": segment.outcome, "failed": segment.failed, **_result(result)}
     return shown
 
@@ -349,32 +358,52 @@ def tokens(run: ViewedRun, trajectory_id: str) -> dict[str, Any]:
     """
     ref, line, number = _find_rollout(run, trajectory_id)
     trajectory = line.group.trajectories[number]
-    texts = [run.pieces(turn.sampled_ids) for turn in trajectory.turns]
-    pieces = run.pieces(trajectory.prompt_ids)
-    source = "p" * len(pieces)
-    for turn, text in zip(trajectory.turns, texts, strict=True):
-        response = run.pieces(turn.response_ids)
-        pieces += [*text, *response]
-        source += "s" * len(text) + "t" * len(response)
-    learner = run.token_values(run.catalog.stage_of(ref), ref.step).get(trajectory_id)
+    turns = trajectory.all_turns
+    texts = [run.pieces(turn.sampled_ids) for turn in turns]
+    pieces: list[str] = []
+    source = ""
+    for segment in trajectory.segments:
+        for kind, ids in (("p", segment.prompt_ids), *_parts(segment)):
+            shown = run.pieces(ids)
+            pieces += shown
+            source += kind * len(shown)
+    learner = _learner_values(run, ref, trajectory)
     by_turn = recorded_entropies(trajectory)
     entropies = None if by_turn is None else [e for turn in by_turn for e in turn]
     kinds = [k for part in classify(texts, failures_before(trajectory)) for k in part]
     return {
         "id": trajectory_id,
         "pieces": pieces,
-        "ids": list(trajectory.token_ids),
+        "ids": [id for segment in trajectory.segments for id in segment.token_ids],
         "source": source,
-        "logprob": [p for turn in trajectory.turns for p in turn.logprobs],
+        "logprob": [p for turn in turns for p in turn.logprobs],
         "entropy": entropies,
         "top": sorted(top_tokens(entropies)) if entropies else [],
         "kind": kinds,
-        "version": [v for turn in trajectory.turns for v, n in turn.versions for _ in range(n)],
-        "turn": [n for n, turn in enumerate(trajectory.turns) for _ in turn.sampled_ids],
-        "old": list(learner.old) if learner else None,
-        "current": list(learner.current) if learner else None,
+        "version": [v for turn in turns for v, n in turn.versions for _ in range(n)],
+        "turn": [n for n, turn in enumerate(turns) for _ in turn.sampled_ids],
+        "old": [value for part in learner for value in part.old] if learner else None,
+        "current": [value for part in learner for value in part.current] if learner else None,
         "decoded": run.pieces.path is not None,
     }
+
+
+def _parts(segment: TokenSegment) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The sampled ids and the response of every turn, each with its source."""
+    for turn in segment.turns:
+        yield "s", turn.sampled_ids
+        yield "t", turn.response_ids
+
+
+def _learner_values(run: ViewedRun, ref: GroupRef, trajectory: Trajectory) -> list[TokenValues]:
+    """The learner's values of each segment that was sampled; empty unless all are recorded."""
+    values = run.token_values(run.catalog.stage_of(ref), ref.step)
+    names = [
+        f"{trajectory.id}#{number}" if number else trajectory.id
+        for number, segment in enumerate(trajectory.segments)
+        if segment.sampled_tokens
+    ]
+    return [values[name] for name in names] if values.keys() >= set(names) else []
 
 
 def _cut(text: str, longest: int = LONGEST) -> str:

@@ -215,7 +215,7 @@ def _texts(line: bytes, needle: str) -> dict[int, str]:
     prompt = recorded.problem.prompt.casefold()
     return {
         member: "\n".join(
-            (prompt, t.text.casefold(), *(c.shown.casefold() for n in t.turns for c in n.calls))
+            (prompt, t.text.casefold(), *(c.shown.casefold() for n in t.all_turns for c in n.calls))
         )
         for member, t in enumerate(recorded.trajectories)
     }
