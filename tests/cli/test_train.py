@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ import typer
 from rstar2.cli import main
 from rstar2.cli.train import Pipeline, again, execute
 from rstar2.config import Recipe, load_recipe
+from rstar2.config.preflight import check_supported
 from rstar2.errors import EngineError, RecipeError
 from rstar2.pipeline.progress import ProgressView, StageKind
 from rstar2.record import RunDirectory, read_events, read_metrics
@@ -277,6 +279,44 @@ def test_a_failed_run_is_recorded_and_lets_the_directory_go(tmp_path: Path) -> N
     last = read_events(tmp_path)[-1]
     assert (last["event"], last["error"]) == ("failed", "EngineError")
     execute(tiny(), tmp_path, pipeline=small_run)
+
+
+async def refuses(recipe: Recipe, run: RunDirectory, view: ProgressView) -> None:
+    """A pipeline that finds out that the recipe cannot work."""
+    raise RecipeError("model.path: no tokenizer found there")
+
+
+async def fails_later(recipe: Recipe, run: RunDirectory, view: ProgressView) -> None:
+    """A pipeline that fails after its first step."""
+    run.metrics("sft", 1, {"loss": 1.0})
+    await refuses(recipe, run, view)
+
+
+def test_a_refused_recipe_leaves_no_directory_and_the_corrected_one_runs(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(RecipeError, match="no tokenizer"):
+        execute(tiny(), run, pipeline=refuses)
+    assert not run.exists()
+    execute(tiny("seed=5"), run, pipeline=small_run)
+    assert read_metrics(run)
+
+
+def test_a_run_with_steps_is_never_removed(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="no tokenizer"):
+        execute(tiny(), tmp_path / "run", pipeline=fails_later)
+    assert len(read_metrics(tmp_path / "run")) == 1
+
+
+def test_the_hint_to_install_vllm_names_a_make_target() -> None:
+    recipe = tiny("engine.kind=vllm")
+    with pytest.raises(RecipeError) as refused:
+        check_supported(recipe)
+    (target,) = re.findall(r"make (\S+)", str(refused.value))
+    root = Path(__file__).resolve().parents[2]
+    dry = ["make", "--dry-run", "--always-make", target]
+    done = subprocess.run(dry, cwd=root, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "install_vllm.py" in done.stdout
 
 
 def test_the_command_to_resume_does_not_start_again() -> None:

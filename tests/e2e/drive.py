@@ -3,7 +3,8 @@
 A moment is `never`; `step:STAGE:N` in the middle of the N-th step of a stage; `checkpoint:N` while
 the N-th checkpoint is half written; `stage:NAME` at the start of a stage or evaluation;
 `term:STAGE:N` sends SIGTERM instead of dying. The kind `evaluated` also evaluates before SFT and
-after every RL step, and lets the first stage end at a plateau.
+after every RL step, and lets the first stage end at a plateau; `rare` takes no checkpoint within a
+stage.
 """
 
 from __future__ import annotations
@@ -85,8 +86,11 @@ def main(data: Path, path: Path, moment: str, *kind: str) -> None:
         number = int(moment.partition(":")[2])
         checkpoint.write_meta = half_written(checkpoint.write_meta, number)
     recipe = miniature(data)
-    if kind:
+    if kind == "evaluated":
         recipe = evaluated(recipe)
+    elif kind == "rare":
+        record = recipe.record.model_copy(update={"checkpoint_every": 100})
+        recipe = recipe.model_copy(update={"record": record})
     with RunDirectory.create_or_resume(path, recipe) as directory:
         try:
             asyncio.run(supervised(recipe, directory, Killer(moment)))

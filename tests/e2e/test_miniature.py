@@ -173,9 +173,15 @@ def processes_of(run: Path) -> list[str]:
     return processes
 
 
-def test_sigterm_stops_in_order_and_leaves_no_process(tmp_path: Path) -> None:
+def test_sigterm_saves_the_last_step_and_leaves_no_process(finished: Path, tmp_path: Path) -> None:
+    """Without periodic checkpoints: the step before the signal is saved, and is not run again."""
     run = tmp_path / "run"
-    assert drive(tmp_path / "data", run, "term:short:1") == 3
+    assert drive(tmp_path / "data", run, "term:short:2", "rare") == 3
     assert processes_of(run) == []
-    assert [m["step"] for m in read_metrics(run) if m["stage"] == "short"] == []
-    assert [e["event"] for e in read_events(run)][-2:] == ["checkpoint", "stage"]
+    assert [m["step"] for m in read_metrics(run) if m["stage"] == "short"] == [1]
+    last = read_events(run)[-1]
+    assert (last["event"], last["phase"], last["step"]) == ("checkpoint", "short", 1)
+    assert drive(tmp_path / "data", run, "stage:eval-short", "rare") == -signal.SIGKILL
+    assert "rewound" not in [e["event"] for e in read_events(run)]
+    steps = [m for m in figures(finished) if m["stage"] == "short"]
+    assert [m for m in figures(run) if m["stage"] == "short"] == steps

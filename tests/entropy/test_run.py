@@ -124,3 +124,13 @@ def test_pieces_join_to_the_text_even_inside_a_character(finished: Path) -> None
     assert len(parts) == len(ids)
     assert "".join(parts) == tokenizer.decode(ids, skip_special_tokens=False)
     assert Detokenizer(None)([5, 6]) == [" 5", " 6"]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as exit_:
+        main(["entropy", str(tmp_path), "--out", str(tmp_path / "file" / "entropy")])
+    assert exit_.value.code == 2
+    assert "cannot be written: choose another directory with --out" in capsys.readouterr().err

@@ -8,6 +8,7 @@ rstar2 entropy MODEL --problems arithmetic         a model directory: rollouts a
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from rstar2.entropy.table import Analysis, Point
     from rstar2.types import Trajectory
 
+NOT_WRITABLE = "cannot be written: choose another directory with --out"
 HEATS = 4
 """Rollouts of each sample that the page shows."""
 
@@ -63,6 +65,8 @@ def entropy(
 
     from rstar2.entropy.report import tables, write_page
 
+    folder = out or _folder(targets)
+    _check_writable(folder)
     analyses: list[Analysis] = []
     course: list[Point] = []
     heats: list[HeatMap] = []
@@ -76,15 +80,24 @@ def entropy(
             if len(targets) == 1 and points:
                 course = analysed.course(points)
         heats += analysed.heats
-    folder = out or _folder(targets)
-    folder.mkdir(parents=True, exist_ok=True)
     document = msgspec.json.format(
         msgspec.json.encode({"samples": analyses, "course": course}), indent=1
     )
-    (folder / "entropy.json").write_bytes(document)
-    write_page(folder / "entropy.html", analyses, course, heats)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "entropy.json").write_bytes(document)
+        write_page(folder / "entropy.html", analyses, course, heats)
+    except OSError as error:
+        raise UserError(f"{folder} {NOT_WRITABLE} ({error.strerror})") from error
     typer.echo(document.decode() if json else tables(analyses, course))
     typer.echo(f"written to {folder}: entropy.html, entropy.json", err=True)
+
+
+def _check_writable(folder: Path) -> None:
+    """Refuse a folder that cannot be written before the analysis, which may take minutes."""
+    nearest = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"{folder} {NOT_WRITABLE}")
 
 
 def _folder(targets: list[Path]) -> Path:

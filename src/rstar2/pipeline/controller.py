@@ -27,12 +27,14 @@ a step everything overlaps: the rollouts of all groups, their tool calls and the
 
 State moves forward in one place, after a step is complete and recorded; a checkpoint holds that
 state together with the learner's. So kill -9 at any moment loses at most the steps since the last
-checkpoint, and the same command repeats them with the same seeds. A lost learner rank has the same
-effect without the kill: a new group of ranks starts from the last checkpoint.
+checkpoint, and the same command repeats them with the same seeds. Ctrl-C saves the last completed
+step first, unless the learner has already begun the next one. A lost learner rank has the effect of
+a kill: a new group of ranks starts from the last checkpoint.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -173,6 +175,9 @@ async def rl_stage(training: Training, stage: StageConfig, state: RunState) -> R
                 await training.save(state)
             if rl.collapse and state.window.best_step == state.rl_steps:
                 await training.keep_best(state)
+    except asyncio.CancelledError:  # Ctrl-C: keep the steps since the last checkpoint
+        await training.save_if_newer(state)
+        raise
     finally:
         await collector.close()
     if state.step < stage.steps and not state.collapsed:

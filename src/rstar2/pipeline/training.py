@@ -65,6 +65,10 @@ class Training:
     ) -> None:
         self.recipe, self.run, self.view, self.runtime = recipe, run, view, runtime
         self.checkpoints = CheckpointStore(run.path / "checkpoints", recipe.record.keep_checkpoints)
+        self._saved: int | None = None
+        """Ordinal of the last state that was saved or loaded."""
+        self._learned: int | None = None
+        """Number of the RL step whose batch the learner has received last."""
 
     # ------------------------------------------------------------------ learn and publish
 
@@ -85,6 +89,7 @@ class Training:
         None if the batch is empty: no group had different rewards, so the weights stay the same.
         """
         rl, learner, batch = self.recipe.rl, self.runtime.learner, resampled.batch
+        self._learned = batch.step
         if not batch.samples:
             self._record_groups(stage, resampled)
             self.view.note(
@@ -125,7 +130,14 @@ class Training:
             self.checkpoints.save(state.ordinal, self.runtime.learner, state.to_dict())
 
         await self.runtime.on_learner(save)
+        self._saved = state.ordinal
         self.run.event("checkpoint", phase=state.phase, step=state.step)
+
+    async def save_if_newer(self, state: RunState) -> None:
+        """Save a state of RL that no checkpoint has, if the learner still has its weights."""
+        if state.ordinal != self._saved and self._learned in (None, state.step):
+            await self.save(state)
+            self.view.note(f"saved step {state.step} of {state.phase}")
 
     async def restore(self) -> RunState:
         """Load the newest complete checkpoint and rewind the record to it, or start the run."""
@@ -134,6 +146,7 @@ class Training:
             self.run.rewind(BASE, 0)
             return RunState()
         state = RunState.from_dict(saved.state)
+        self._saved, self._learned = state.ordinal, None
         if saved.torn:
             self.run.event("damaged", checkpoints=saved.torn, used=saved.path.name)
         for reason in saved.torn:

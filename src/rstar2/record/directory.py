@@ -129,8 +129,14 @@ class RunDirectory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        """Close. A recipe that was refused before its first step leaves no directory behind."""
         self.close()
+        refused = isinstance(error, UserError) and not self.resumed and not self._last
+        if refused and not (self.path / "checkpoints").exists():
+            shutil.rmtree(self.path)
 
     # ----------------------------------------------------------------- writing
 
