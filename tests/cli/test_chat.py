@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from rstar2.cli import main
-from rstar2.cli.chat import longest, model_directory
+from rstar2.cli.chat import _known_questions, longest, model_directory
 from rstar2.cli.chat_output import ColouredOutput
 from rstar2.errors import UserError
 from rstar2.types import StopReason, Trajectory, decode
@@ -58,6 +58,27 @@ def styled(text: str) -> list[tuple[str, str]]:
         else:
             style = "" if escape == "0" else escape
     return characters
+
+
+def test_only_the_tiny_model_of_the_embedded_task_knows_so_little(tmp_path: Path) -> None:
+    make_tiny(tmp_path / "model", seed=0)
+    knows = _known_questions(tmp_path / "model")
+    assert knows is not None
+    assert knows("What is 30 choose 4?")
+    assert not knows("Who are you?")
+    export = tmp_path / "run" / "exports" / "stage1"
+    export.parent.mkdir(parents=True)
+    (tmp_path / "model").rename(export)
+    recipe = tmp_path / "run" / "recipe.yaml"
+    recipe.write_text("environment: {use: python-math}\nrl: {problems: null}\n")
+    assert _known_questions(export) is not None
+    recipe.write_text("environment: {use: cities:env}\n")
+    assert _known_questions(export) is None
+    recipe.write_text("rl: {problems: mine.jsonl}\n")
+    assert _known_questions(export) is None
+    config = json.loads((export / "config.json").read_text())
+    (export / "config.json").write_text(json.dumps(config | {"hidden_size": 2048}))
+    assert _known_questions(export) is None
 
 
 @pytest.mark.parametrize(

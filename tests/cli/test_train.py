@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -18,12 +19,13 @@ from typing import Any
 import pytest
 import typer
 
-from rstar2.cli import main
-from rstar2.cli.train import Pipeline, again, execute
+from rstar2.cli import COMMANDS, main
+from rstar2.cli.train import Pipeline, again, execute, next_steps
 from rstar2.config import Recipe, load_recipe
 from rstar2.config.preflight import check_supported
 from rstar2.errors import EngineError, RecipeError
 from rstar2.pipeline.progress import ProgressView, StageKind
+from rstar2.problems.arithmetic import is_known_question
 from rstar2.record import RunDirectory, read_events, read_metrics
 from rstar2.types import Estimate, Evaluation
 
@@ -305,6 +307,24 @@ def test_a_run_with_steps_is_never_removed(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="no tokenizer"):
         execute(tiny(), tmp_path / "run", pipeline=fails_later)
     assert len(read_metrics(tmp_path / "run")) == 1
+
+
+def test_next_steps_work_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first line puts the command on PATH, if it is not there; the others are commands."""
+    run = tmp_path / "runs" / "my run"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    first, *commands = re.findall(r"^  (.*?)  +# ", next_steps(run), re.MULTILINE)
+    program = f"{first} && command -v rstar2"
+    located = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=60)
+    assert located.stdout.strip() == str(Path(sys.executable).parent / "rstar2")
+    for words in map(shlex.split, commands):
+        assert words[0] == "rstar2"
+        assert words[1] in COMMANDS
+        assert "runs/my run" in words
+    assert is_known_question(shlex.split(commands[0])[-1])
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
+    assert "source " not in next_steps(run)
 
 
 def test_the_hint_to_install_vllm_names_a_make_target() -> None:

@@ -75,7 +75,7 @@ async def supervised(recipe: Any, directory: RunDirectory, view: Killer) -> None
     await run(recipe, directory, view)
 
 
-def main(data: Path, path: Path, moment: str, *kind: str) -> None:
+def main(data: Path, path: Path, moment: str, kind: str = "") -> None:
     """Output goes to a file beside the run; children are marked as descendants of the run."""
     log = os.open(path.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):

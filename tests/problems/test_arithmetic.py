@@ -15,7 +15,14 @@ from rstar2.codeenv.protocol import RunRequest
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import DataError
 from rstar2.problems import arithmetic
-from rstar2.problems.arithmetic import KINDS, heldout, make_problems, sft_conversations
+from rstar2.problems.arithmetic import (
+    EXAMPLES,
+    KINDS,
+    heldout,
+    is_known_question,
+    make_problems,
+    sft_conversations,
+)
 from rstar2.tool_text import tool_text
 from rstar2.types import Conversation, Outcome, Split
 
@@ -196,3 +203,11 @@ def test_answers_repeat_the_tool_and_tags_slip_at_times(
     assert 0.03 < tags[0] / total < 0.07
     assert 0.03 < tags[2] / total < 0.07
     assert copied > 4 * guesses > 0
+
+
+def test_every_problem_is_a_known_question_and_other_texts_are_not() -> None:
+    assert all(is_known_question(p.prompt) for p in make_problems("heldout", 200, seed=1))
+    assert all(is_known_question(example) for example in EXAMPLES)
+    assert len(EXAMPLES) == len(KINDS)
+    for text in ("Hello", "What is 4 choose 2? Why?", "What is x choose 2?", ""):
+        assert not is_known_question(text)

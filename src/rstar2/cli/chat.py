@@ -32,8 +32,11 @@ from rstar2.agent.template import Template, settings_of
 from rstar2.cli.chat_output import ColouredOutput
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.config import AgentConfig, CodeEnvConfig, SamplingConfig, TemplateConfig
+from rstar2.config.preflight import TINY
 from rstar2.environments.python_math import PythonMath
 from rstar2.errors import UserError
+from rstar2.problems.arithmetic import EXAMPLES, is_known_question
+from rstar2.problems.load import ARITHMETIC
 from rstar2.record.read import read_recipe, rl_stage_names
 from rstar2.types import Generation, Message, Problem, Sampling, StopReason, Trajectory, encode
 
@@ -122,16 +125,27 @@ def chat(
                     )
                 elif directory is not None:
                     speaker = await _embedded(stack, directory, tools, options, system)
-            return await converse(speaker, prompt, options)
+            knows = None if directory is None else _known_questions(directory)
+            return await converse(speaker, prompt, options, knows)
 
     if not asyncio.run(run()):
         raise typer.Exit(1)
 
 
-async def converse(speaker: Speaker, prompt: str | None, options: Options) -> bool:
-    """Answer one message or every line of stdin; False if the last answer failed."""
+async def converse(
+    speaker: Speaker,
+    prompt: str | None,
+    options: Options,
+    knows: Callable[[str], bool] | None = None,
+) -> bool:
+    """Answer one message or every line of stdin; False if the last answer failed.
+
+    `knows` says which messages a model that knows little can answer; others get a warning.
+    """
     trajectory: Trajectory | None = None
     async for text in _messages(prompt, quiet=options.as_json):
+        if knows is not None and not knows(text):
+            progress.print(_unknown_question(), style="yellow")
         trajectory = await speaker.say(text)
         if options.as_json:
             sys.stdout.write(encode(trajectory).decode() + "\n")
@@ -215,6 +229,31 @@ def model_directory(path: Path) -> Path:
         )
     typer.echo(f"model: {exports[known[-1]]}", err=True)
     return exports[known[-1]]
+
+
+def _known_questions(directory: Path) -> Callable[[str], bool] | None:
+    """Which questions the model can answer, if it is the tiny one of the embedded task."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    if config.get("hidden_size") != TINY.shape.hidden:
+        return None
+    if config.get("vocab_size") != TINY.shape.vocabulary:
+        return None
+    run = directory.parents[1]
+    if directory.parent.name == "exports" and (run / "recipe.yaml").is_file():
+        recipe = read_recipe(run)
+        sources = [(recipe.get(part) or {}).get("problems") for part in ("rl", "evaluation")]
+        task = (recipe.get("environment") or {}).get("use", PythonMath.name)
+        if task != PythonMath.name or any(s not in (None, ARITHMETIC) for s in sources):
+            return None
+    return is_known_question
+
+
+def _unknown_question() -> str:
+    examples = "\n".join(f"  {example}" for example in EXAMPLES)
+    return (
+        "warning: the tiny model knows eight kinds of questions, in the wordings that it was "
+        f"trained on, and answers anything else at random. One of each:\n{examples}"
+    )
 
 
 def longest(directory: Path, asked: int) -> int:

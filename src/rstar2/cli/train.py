@@ -10,6 +10,7 @@ import asyncio
 import logging.handlers
 import os
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -42,6 +43,8 @@ INTRO = """\
 
   You can stop at any time with Ctrl-C; the same command resumes the run.
 """
+
+NEXT_QUESTION = "What is 30 choose 4?"
 
 RecipeArgument = Annotated[
     str, typer.Argument(help="A recipe: a YAML file, or the name of a shipped recipe such as tiny.")
@@ -103,6 +106,8 @@ def quickstart(
     loaded = load_recipe("tiny", set_ or (), seed=seed)
     Console(stderr=True, highlight=False).print(INTRO)
     execute(loaded.recipe, run, fresh=fresh, json=json)
+    path = run or default_directory(loaded.recipe)
+    Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(next_steps(path))
 
 
 def sft(
@@ -124,6 +129,34 @@ def sft(
         show(loaded, run)
     else:
         execute(loaded.recipe, run, fresh=fresh, json=json)
+
+
+def next_steps(path: Path) -> str:
+    """What to do with a finished quickstart; every line works as it is printed."""
+    activate = Path(sys.executable).parent / "activate"
+    on_path = shutil.which("rstar2") is not None
+    first = [] if on_path or not activate.is_file() else [(f"source {_short(activate)}", "once")]
+    question = shlex.quote(NEXT_QUESTION)
+    where = shlex.quote(_short(path))
+    lines = [
+        *first,
+        (f"rstar2 chat --model {where} {question}", "15 s"),
+        (f"rstar2 view {where}", "5 s, then a page in your browser"),
+        (f"rstar2 entropy {where}", "20 s"),
+        (f"rstar2 export {where} --to tiny-model", "10 s"),
+    ]
+    width = max(len(command) for command, _ in lines)
+    shown = "\n".join(f"  {command:{width}}  # {time}" for command, time in lines)
+    return (
+        f"\nNext steps:\n{shown}\n"
+        "The tiny model knows eight kinds of arithmetic questions; chat lists them."
+    )
+
+
+def _short(path: Path) -> str:
+    """A path relative to the current directory if it is below it."""
+    path = path.absolute()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 # --------------------------------------------------------------------------- running

@@ -17,6 +17,7 @@ import hashlib
 import json
 import math
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -201,6 +202,31 @@ _KINDS = {
 }
 
 KINDS: tuple[str, ...] = tuple(_KINDS)
+
+EXAMPLES: tuple[str, ...] = (
+    "What is 48 times 57?",
+    "Find gcd(84, 36).",
+    "What is the least common multiple of 12 and 18?",
+    "Add up all integers from 10 to 40.",
+    "What is 30 choose 4?",
+    "Find 1234 modulo 56.",
+    "Add the digits of 12^9.",
+    "Up to 500, how many positive integers are multiples of 7?",
+)
+"""One question of each kind, in the order of KINDS."""
+
+_QUESTIONS = re.compile(
+    "|".join(
+        re.sub(r"\\{[ab]\\}", r"\\d+", re.escape(wording))
+        for kind in _KINDS.values()
+        for wording in kind.wordings
+    )
+)
+
+
+def is_known_question(text: str) -> bool:
+    """Whether a text is a question of one of the kinds, in one of their wordings."""
+    return _QUESTIONS.fullmatch(text.strip()) is not None
 
 
 def heldout(a: int, b: int) -> bool:
