@@ -61,6 +61,8 @@ def styled(text: str) -> list[tuple[str, str]]:
 
 
 def test_only_the_tiny_model_of_the_embedded_task_knows_so_little(tmp_path: Path) -> None:
+    from rstar2.learner.tiny import make_tiny
+
     make_tiny(tmp_path / "model", seed=0)
     knows = _known_questions(tmp_path / "model")
     assert knows is not None
