@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 import rstar2
 
@@ -14,12 +15,14 @@ def reward(episode: rstar2.EpisodeView) -> float:
 
 
 async def test_one_rollout_and_one_that_is_lost(tiny_dir: Path) -> None:
-    env = rstar2.Environment([{"prompt": "Twice 3?", "answer": 6}], reward)
+    env = rstar2.Environment([{"prompt": "Twice 3?", "answer": 6}], reward, prefill="Well")
     async with rstar2.Agent(tiny_dir, env, max_length=64) as agent:
         (problem,) = env.problems("heldout", None, 0)
         rollout, same = await agent.run(problem, seed=1), await agent.run(problem, seed=1)
         with pytest.raises(rstar2.RolloutFailure, match="reward raised ZeroDivisionError") as error:
             await agent.run("A question without an answer")
+    prompt = AutoTokenizer.from_pretrained(tiny_dir).decode(rollout.prompt_ids)
+    assert prompt.endswith("<|im_start|>assistant\nWell")  # and nothing of another environment
     assert rollout.reward is not None
     assert rollout.reward.value == 0.5
     assert rollout.turns[0].sampled_ids == same.turns[0].sampled_ids

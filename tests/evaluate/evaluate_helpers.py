@@ -43,7 +43,8 @@ def given(
 
 
 def said(id: str, sample: int, vote: str | None, correct: bool = False) -> AnswerSummary:
-    return AnswerSummary(id, sample, correct, vote, 10 * (sample + 1), 1, StopReason.ANSWERED, {})
+    tokens, stop = 10 * (sample + 1), StopReason.ANSWERED
+    return AnswerSummary(id, sample, correct, vote, tokens, 1, stop, {}, float(correct))
 
 
 def settings(**changes: object) -> EvalSettings:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from rstar2.evaluate.compare import paired
 from rstar2.evaluate.scores import majority, powers, score, summarise_answer, vote
 from rstar2.types import Outcome
 from tests.evaluate.evaluate_helpers import given, problem, said
@@ -29,6 +32,20 @@ def test_avg_pass_and_maj_by_hand() -> None:
     assert scored.tokens.mean == 25
     assert scored.missing == 0
     assert [row.correct for row in scored.problems] == [3, 1, 0]
+
+
+def test_the_average_is_the_mean_reward() -> None:
+    rewards = {"a": (1.0, 0.75), "b": (0.5, 0.25)}
+    answers = [
+        replace(said(id, sample, "1", reward > 0.5), reward=reward)
+        for id, both in rewards.items()
+        for sample, reward in enumerate(both)
+    ]
+    result = score("set", [problem("a"), problem("b")], answers, samples=2)
+    assert result.average.mean == (1.75 + 0.75) / 4
+    assert result.passes["2"].mean == 0.5
+    assert paired(result, result).first == result.average.mean
+    assert replace(result.problems[0], reward=None).mean_reward == 1.0  # of version 0.2
 
 
 def test_intervals_are_over_problems_and_hold_the_mean() -> None:

@@ -64,13 +64,13 @@ def paired(first: BenchmarkScore, second: BenchmarkScore) -> Paired:
     pairs = [(row, theirs[row.id]) for row in first.problems if row.id in theirs]
     if not pairs:
         raise UserError(f"{first.benchmark}: A and B answered no problem in common")
-    shares = [(a.correct / a.answers, b.correct / b.answers) for a, b in pairs]
-    differences = [b - a for a, b in shares]
+    means = [(a.mean_reward, b.mean_reward) for a, b in pairs]
+    differences = [b - a for a, b in means]
     return Paired(
         benchmark=first.benchmark,
         problems=len(pairs),
-        first=math.fsum(a for a, _ in shares) / len(pairs),
-        second=math.fsum(b for _, b in shares) / len(pairs),
+        first=math.fsum(a for a, _ in means) / len(pairs),
+        second=math.fsum(b for _, b in means) / len(pairs),
         difference=bootstrap(differences),
         p=sign_flip_p(differences),
         better=sum(d > 0 for d in differences),

@@ -1,6 +1,7 @@
 """Compute the score of one benchmark from its answers. Pure; resampling is seeded.
 
-- avg@k: the mean over problems of the share of right answers.
+- avg@k: the mean over problems of their mean reward; with rewards of 0 and 1, the share of right
+  answers. For the other figures an answer is right if its reward is above 0.5.
 - pass@j: the unbiased estimate that one of j answers is right, from all k answers.
 - maj@k: whether the most frequent answer is right. Tied answers share the vote; a rollout without
   an answer does not vote. Two answers are the same vote if they are spelt alike after spacing,
@@ -48,6 +49,7 @@ class AnswerSummary:
     turns: int
     stop: StopReason
     outcomes: Mapping[str, int]
+    reward: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,12 @@ class ProblemScore:
     majority: float
     """1 if the most frequent answer is right, 0 if not; in a tie, the share that is right."""
     mean_tokens: float
+    reward: float | None = None
+    """Mean reward; None in results of version 0.2, whose rewards are 0 and 1."""
+
+    @property
+    def mean_reward(self) -> float:
+        return self.correct / self.answers if self.reward is None else self.reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +126,7 @@ def summarise_answer(answer: GradedAnswer, grader: str) -> AnswerSummary:
         turns=len(trajectory.all_turns),
         stop=trajectory.stop,
         outcomes=Counter(result.outcome.value for result in trajectory.results),
+        reward=trajectory.reward.value,
     )
 
 
@@ -169,7 +178,7 @@ def score(
     return BenchmarkScore(
         benchmark=benchmark,
         samples=samples,
-        average=estimate([row.correct / row.answers for row in rows]),
+        average=estimate([row.mean_reward for row in rows]),
         majority=estimate([row.majority for row in rows]),
         passes={
             str(k): estimate(
@@ -203,6 +212,7 @@ def _problem(problem: Problem, summaries: Sequence[AnswerSummary]) -> ProblemSco
         correct=sum(one.correct for one in summaries),
         majority=majority(summaries),
         mean_tokens=math.fsum(one.tokens for one in summaries) / len(summaries),
+        reward=math.fsum(one.reward for one in summaries) / len(summaries),
     )
 
 
@@ -210,7 +220,7 @@ def _kinds(rows: Sequence[ProblemScore]) -> dict[str, Estimate]:
     by_kind: defaultdict[str, list[float]] = defaultdict(list)
     for row in rows:
         if row.kind:
-            by_kind[row.kind].append(row.correct / row.answers)
+            by_kind[row.kind].append(row.mean_reward)
     return {kind: shares(values) for kind, values in sorted(by_kind.items())}
 
 
