@@ -9,7 +9,7 @@ from typing import Protocol
 
 import pytest
 
-from rstar2.config import Recipe, load_recipe, preflight, render_recipe, shipped_recipes
+from rstar2.config import Recipe, load_recipe, render_recipe, shipped_recipes
 from rstar2.config.preflight import (
     TINY,
     check_data,
@@ -17,6 +17,7 @@ from rstar2.config.preflight import (
     check_model,
     check_run_directory,
     memory_estimate,
+    preflight,
 )
 from rstar2.errors import RecipeError, UserError
 

@@ -6,11 +6,12 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import rstar2
-from rstar2 import extras
+from rstar2 import config, extras
 from rstar2.cli import COMMANDS
 
 HEAVY = ("torch", "transformers", "pydantic", "yaml", "numpy", "msgspec", "typer", "rich")
@@ -31,6 +32,14 @@ def python(program: str, *, blocked: tuple[str, ...] = ()) -> subprocess.Complet
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+def type_checkers_see(package: ModuleType) -> dict[str | None, str | None]:
+    """The names that a package imports for type checkers only, and their modules."""
+    tree = ast.parse(Path(str(package.__file__)).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.asname: node.module for node in imports for alias in node.names}
+
+
 def test_import_loads_nothing_else() -> None:
     done = python(
         "before = set(sys.modules)\n"
@@ -41,17 +50,35 @@ def test_import_loads_nothing_else() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_sandbox_loads_nothing_of_recipes() -> None:
+    """`rstar2 codeenv run` starts two processes, and each would pay for it."""
+    done = python(
+        "import rstar2.cli.codeenv, rstar2.sandbox\n"
+        "import rstar2.codeenv.server.serve, rstar2.codeenv.server.executor\n"
+        "unused = ('yaml', 'numpy', 'rich.progress', 'rstar2.config.schema')\n"
+        "assert not [name for name in unused if name in sys.modules]\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_public_name_is_importable_and_listed() -> None:
     for name in rstar2.__all__:
         assert getattr(rstar2, name).__name__ == name
     assert set(rstar2.__all__) <= set(dir(rstar2))
 
 
+def test_every_name_of_the_configuration_is_importable_in_any_order() -> None:
+    for name in config.__all__:
+        assert getattr(config, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'Recipes'"):
+        _ = config.Recipes
+    assert type_checkers_see(config) == {
+        name: f"rstar2.config.{module}" for name, module in config._PUBLIC.items()
+    }
+
+
 def test_type_checkers_see_the_same_names() -> None:
-    tree = ast.parse(Path(rstar2.__file__).read_text(encoding="utf-8"))
-    (block,) = (node for node in tree.body if isinstance(node, ast.If))
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    assert {alias.asname: node.module for node in imports for alias in node.names} == rstar2._PUBLIC
+    assert type_checkers_see(rstar2) == rstar2._PUBLIC
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

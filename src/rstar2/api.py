@@ -21,8 +21,8 @@ from rstar2.config import (
     Recipe,
     SamplingConfig,
     load_recipe,
-    preflight,
 )
+from rstar2.config.preflight import preflight
 from rstar2.environments.base import EnvironmentProtocol
 from rstar2.environments.identity import identify, identify_object
 from rstar2.environments.load import load_environment, recipe_problems

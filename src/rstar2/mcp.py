@@ -51,7 +51,7 @@ from rstar2.codeenv.server.app import Receive, Scope, Send, authorized, send_una
 from rstar2.codeenv.server.connections import HttpServer, connection_bound
 from rstar2.codeenv.server.serve import StopSignal, bind, check_exposure, http_config, url_of
 from rstar2.config import CodeEnvConfig
-from rstar2.config.check import LOOPBACK
+from rstar2.config.codeenv import LOOPBACK
 from rstar2.errors import CodeEnvError, RstarError, UserError
 from rstar2.tool_text import tool_text
 from rstar2.types import Limits, Outcome, ToolResult

@@ -16,8 +16,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from rstar2 import extras
 from rstar2.cli.limit_options import limit_options
@@ -25,7 +23,7 @@ from rstar2.codeenv import deadlines
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.config import CodeEnvConfig
-from rstar2.config.schema import WarmUp
+from rstar2.config.codeenv import WarmUp
 from rstar2.errors import UserError
 from rstar2.types import Limits, ToolResult, encode
 
@@ -288,6 +286,8 @@ def bench(
     The calls go through HTTP. benchmarks/codeenv.py compares the figures with other ways to run
     Python.
     """
+    from rich.table import Table
+
     from rstar2.codeenv.client.bench import PROGRAMS, measure
 
     async def main() -> list[dict[str, Any]]:
@@ -407,6 +407,8 @@ async def _client(config: CodeEnvConfig) -> AsyncIterator[CodeEnvClient]:
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[str], None]]:
     """A progress bar on stderr: `with _progress(n) as advance: advance(label)`."""
+    from rich.progress import Progress
+
     with Progress(console=progress, transient=True) as shown:
         task = shown.add_task("measuring", total=total)
         yield lambda label: shown.update(task, advance=1, description=label)

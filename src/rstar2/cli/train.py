@@ -22,7 +22,8 @@ from typing import Annotated, Any, get_args
 import typer
 from rich.console import Console
 
-from rstar2.config import LoadedRecipe, Recipe, load_recipe, preflight, render_recipe
+from rstar2.config import LoadedRecipe, Recipe, load_recipe, render_recipe
+from rstar2.config.preflight import preflight
 from rstar2.errors import RecipeError, UserError
 from rstar2.pipeline.progress import ProgressView
 from rstar2.plugins import folder_of, load_function, make_importable

@@ -10,11 +10,11 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
+from rstar2.config.codeenv import LOOPBACK
 from rstar2.config.schema import ADVANTAGES, LOSSES, OptimizerConfig, Recipe, StageConfig
 from rstar2.plugins import unknown_name
 
 _STAGE_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
-LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 @dataclass(frozen=True, slots=True)

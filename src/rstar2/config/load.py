@@ -21,7 +21,8 @@ from pydantic import ValidationError
 
 import rstar2
 from rstar2.config.check import check
-from rstar2.config.schema import CodeEnvConfig, Recipe
+from rstar2.config.codeenv import CodeEnvConfig
+from rstar2.config.schema import Recipe
 from rstar2.config.walk import annotation_at, options, section, settings, suggestion, unknown
 from rstar2.errors import RecipeError
 

@@ -1,5 +1,6 @@
 """The typed schema of a recipe. Every setting of rstar2 has its name, type, default and description
-only here; components take these section objects directly.
+only here; components take these section objects directly. The section of the code environment is in
+`codeenv.py`, so that a sandbox starts without the others.
 
 This module checks the type and range of single values. `check.py` checks values against each other,
 and `preflight.py` against this machine. `__init__` re-exports every class.
@@ -9,17 +10,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from rstar2.types import Limits
-
-WarmUp = Literal["before", "after", "never"]
-
-
-class Section(BaseModel):
-    """Base class of all sections: immutable, and unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+from rstar2.config.codeenv import CodeEnvConfig, Section
 
 
 class ModelConfig(Section):
@@ -49,7 +42,7 @@ class EnvironmentConfig(Section):
 
     use: str = "python-math"
     """A built-in name, `module:attribute`, or an entry point of the group rstar2.environments."""
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies it
     """Arguments of the environment, if `use` names a function or a class."""
     folder: str | None = None
     """Where the module is searched first; null is the folder of the recipe."""
@@ -76,62 +69,6 @@ class SamplingConfig(Section):
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
-
-
-class CodeEnvConfig(Section):
-    """The code environment: a local server that rstar2 owns, or servers given by URL."""
-
-    urls: tuple[str, ...] = ()
-    """Servers to use; empty starts a local server."""
-    token: str | None = None
-    isolation: Literal["auto", "strict", "portable"] = "auto"
-    host: str = "127.0.0.1"
-    port: int = Field(0, ge=0, le=65535)
-    """0 chooses a free port."""
-    slots: int = Field(0, ge=0)
-    """Calls executed at a time; 0 means one per core, plus one."""
-    warm_up: WarmUp = "before"
-    """When interpreters with NumPy, SymPy and SciPy are started: `before` the server is ready
-    (SymPy; the others right after), `after` it, or `never` (a call that needs one waits)."""
-    packages: tuple[str, ...] = ()
-    """Installed packages, and directories of wheels (with a slash), to import in advance."""
-    warm_up_programs: tuple[str, ...] = ()
-    """Files of programs that interpreters run once before they serve."""
-    python: str = ""
-    """The interpreter that runs programs; empty: the one that runs the server."""
-    queue: int = Field(50_000, ge=1)
-    connections: int = Field(4096, ge=8)
-    """Connections that the server keeps open; at most half of the process's descriptors."""
-    batch: int = Field(64, ge=1, le=1024)
-    linger_s: float = Field(0.002, ge=0)
-    sessions: int = Field(1024, ge=0)
-    """Sessions that may be open, branches included."""
-    session_ttl_s: float = Field(300.0, gt=0)
-    """A session that is not used for this long is closed."""
-    session_memory_mb: int = Field(1024, ge=64)
-    session_scratch_mb: int = Field(128, ge=1)
-    """Files of a session and all its branches together (strict), or of each (portable)."""
-    reuse_mb: int = Field(64, ge=0)
-    """Memory of a server for results that may be reused; 0 reuses none. Only calls that name a
-    group take part, and training names none."""
-    default: Limits = Limits(
-        wall_s=5.0,
-        cpu_s=5.0,
-        memory_mb=512,
-        processes=32,
-        file_mb=16,
-        scratch_mb=32,
-        output_chars=10_000,
-    )
-    cap: Limits = Limits(
-        wall_s=60.0,
-        cpu_s=60.0,
-        memory_mb=4096,
-        processes=128,
-        file_mb=256,
-        scratch_mb=512,
-        output_chars=1_000_000,
-    )
 
 
 class EngineConfig(Section):

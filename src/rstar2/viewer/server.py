@@ -32,7 +32,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rstar2.config.check import LOOPBACK
+from rstar2.config.codeenv import LOOPBACK
 from rstar2.errors import UserError
 from rstar2.viewer import STATIC, detail, overview, query
 from rstar2.viewer.run import NotRecordedError, ViewedRun

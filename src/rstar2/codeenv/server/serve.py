@@ -39,7 +39,7 @@ from rstar2.codeenv.server.connections import (
 )
 from rstar2.codeenv.wire import ServerReady
 from rstar2.config import CodeEnvConfig
-from rstar2.config.check import LOOPBACK
+from rstar2.config.codeenv import LOOPBACK
 from rstar2.errors import CodeEnvError, RstarError, UserError
 
 log = logging.getLogger(__name__)

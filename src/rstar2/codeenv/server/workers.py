@@ -26,7 +26,7 @@ from rstar2.codeenv.jail.frames import WorkerReply, WorkerRequest
 from rstar2.codeenv.server import probe
 from rstar2.codeenv.server.packages import InterpreterSetup
 from rstar2.codeenv.server.zygotes import WorkerLostError, ZygoteLink, ZygotePool
-from rstar2.config.schema import WarmUp
+from rstar2.config.codeenv import WarmUp
 from rstar2.errors import DeadlineError, IsolationError
 from rstar2.types import Limits
 
