@@ -263,6 +263,12 @@ class EngineLoad:
     waiting: int
     preemptions: int
     version: WeightVersion
+    steps: int = 0
+    """Steps since its start; 0 if the engine does not count them. So are the next two."""
+    decoded: int = 0
+    """Tokens sampled."""
+    prefilled: int = 0
+    """Prompt tokens computed."""
 
 
 # --------------------------------------------------------------------------- trajectories

@@ -34,13 +34,25 @@ vllm:num_requests_waiting{engine="0",model_name="/m"} 2.0
 vllm:kv_cache_usage_perc{engine="0",model_name="/m"} 0.25
 vllm:num_preemptions_total{engine="0",model_name="/m"} 7.0
 vllm:cache_config_info{block_size="32",engine="0",num_gpu_blocks="65",sliding="None"} 1.0
+vllm:iteration_tokens_total_count{engine="0",model_name="/m"} 40.0
+vllm:generation_tokens_total{engine="0",model_name="/m"} 100.0
+vllm:prompt_tokens_total{engine="0",model_name="/m"} 500.0
+vllm:prompt_tokens_cached_total{engine="0",model_name="/m"} 300.0
 """
 
 
 def test_metrics_report_the_usable_blocks() -> None:
     """Block 0 is vLLM's own: 65 blocks hold 64 blocks of tokens."""
     assert read_gauges(METRICS) == ServerGauges(
-        blocks=64, block_tokens=32, used_share=0.25, running=3, waiting=2, preemptions=7
+        blocks=64,
+        block_tokens=32,
+        used_share=0.25,
+        running=3,
+        waiting=2,
+        preemptions=7,
+        steps=40,
+        decoded=100,
+        prefilled=200,
     )
 
 

@@ -120,15 +120,36 @@ def taught(made: Scheduler, *lengths: int, times: int = 500) -> Scheduler:
     return made
 
 
+def expensive(made: Scheduler) -> Scheduler:
+    """Recomputing a token takes as long as a thousand steps, so no preemption ever pays."""
+    for speed in made.state.speeds.values():
+        speed.prefill_s = 1000 * speed.step_s
+    return made
+
+
 def test_unknown_lengths_reserve_the_limit() -> None:
-    made = scheduler(250, policy="reserve")
+    made = expensive(scheduler(250, policy="reserve"))
     for index in range(4):
         ask(made, f"g/{index}")
     assert [p.reserved for p in made.decide().placements] == [100, 100]
 
 
+def test_cheap_recomputation_admits_more_than_fits_to_the_end() -> None:
+    lengths = tuple(range(5, 85, 5))
+    dear = expensive(taught(scheduler(1000, policy="reserve"), *lengths))
+    cheap = taught(scheduler(1000, policy="reserve"), *lengths)
+    for speed in cheap.state.speeds.values():
+        speed.prefill_s = speed.step_s / 10_000
+    for made in (dear, cheap):
+        for index in range(60):
+            ask(made, f"g/{index}")
+    few, many = len(placed(dear)), len(placed(cheap))
+    assert many > 1.2 * few
+    assert cheap.budget("e0").reserved <= 1000
+
+
 def test_known_lengths_admit_more_than_the_worst_case() -> None:
-    made = taught(scheduler(1000, policy="reserve"), 20)
+    made = expensive(taught(scheduler(1000, policy="reserve"), 20))
     for index in range(60):
         ask(made, f"g/{index}")
     # each holds at most 10 + 20 tokens (32 at an interval's end): far more than ten fit
@@ -138,8 +159,8 @@ def test_known_lengths_admit_more_than_the_worst_case() -> None:
 
 def test_rollouts_that_peak_at_different_times_share_the_room() -> None:
     """The forecast knows that half of the rollouts end before the others are long."""
-    together = taught(scheduler(20_000, policy="reserve", sequences=999), 80)
-    mixed = taught(scheduler(20_000, policy="reserve", sequences=999), 5, 80)
+    together = expensive(taught(scheduler(20_000, policy="reserve", sequences=999), 80))
+    mixed = expensive(taught(scheduler(20_000, policy="reserve", sequences=999), 5, 80))
     for made in (together, mixed):
         for index in range(800):
             ask(made, f"g/{index}")
@@ -148,22 +169,35 @@ def test_rollouts_that_peak_at_different_times_share_the_room() -> None:
     assert many > 1.5 * few
 
 
-def test_next_turn_of_an_overfull_engine_moves_to_one_with_room() -> None:
-    made = scheduler(200, 100, policy="reserve")
-    for index in range(3):
-        ask(made, f"g/{index}")
-    assert placed(made) == {"g/0": "e0", "g/1": "e1", "g/2": "e0"}
-    made.end("g/1")
+def test_turn_moves_off_a_slow_engine_once_nothing_new_is_left() -> None:
+    made = scheduler(40_000, 40_000, policy="reserve")
+    for index in range(2):
+        ask(made, f"g/{index}", limit=20_000)
+    assert placed(made) == {"g/0": "e0", "g/1": "e1"}
+    made.state.speeds["e1"].step_s *= 10
+    made.turn_ended("g/1", 30)
+    ask(made, "h/0", limit=20_000)
     made.turn_ended("g/0", 30)
-    made.load_reported("e0", EngineLoad(200, 2, 0, 0, 0))  # beyond what was expected by now
-    ask(made, "g/0", prompt=40)
+    ask(made, "g/0", prompt=40, limit=20_000)
+    assert placed(made) == {"g/0": "e0", "h/0": "e0"}, "a slow engine takes nothing it ends last"
+    ask(made, "g/1", prompt=40, limit=20_000)
     decision = made.decide()
-    (placement,) = decision.placements
-    assert (placement.engine, placement.moved) == ("e1", True)
-    assert [(e.session, e.engine) for e in decision.evictions] == [("g/0", "e0")]
+    assert [(p.engine, p.moved) for p in decision.placements] == [("e0", True)]
+    assert [(e.session, e.engine) for e in decision.evictions] == [("g/1", "e1")]
 
 
-def test_idle_reservations_are_evicted_when_the_engine_would_be_idle() -> None:
+def test_short_turns_never_move() -> None:
+    made = scheduler(400, 400, policy="reserve")
+    for index in range(2):
+        ask(made, f"g/{index}")
+    made.decide()
+    made.state.speeds["e1"].step_s *= 10
+    made.turn_ended("g/1", 30)
+    ask(made, "g/1", prompt=40)
+    assert placed(made) == {"g/1": "e1"}
+
+
+def test_older_rollout_of_a_lost_engine_is_not_overtaken() -> None:
     made = scheduler(200)
     for name in ("g/0", "g/1"):
         ask(made, name)
@@ -180,7 +214,7 @@ def test_idle_reservations_are_evicted_when_the_engine_would_be_idle() -> None:
 
 
 def test_long_tool_waits_lose_their_reservation_when_another_rollout_lacks_it() -> None:
-    made = scheduler(200, policy="reserve")  # nothing known: the limit is expected
+    made = expensive(scheduler(200, policy="reserve"))  # nothing known: the limit is expected
     for name in ("g/0", "g/1"):
         ask(made, name)
     assert len(placed(made)) == 2
@@ -207,7 +241,7 @@ def test_worst_case_reservations_stay_however_long_the_tools_take() -> None:
 
 
 def test_what_an_engine_reports_to_use_is_not_given_away() -> None:
-    made = taught(scheduler(1000, policy="reserve"), 20)
+    made = expensive(taught(scheduler(1000, policy="reserve"), 20))
     made.load_reported("e0", EngineLoad(900, 5, 0, 0, 0))
     for index in range(60):
         ask(made, f"g/{index}")
@@ -236,14 +270,14 @@ def test_prompts_that_reports_show_to_be_shared_are_not_reserved_again() -> None
     assert together > 1.4 * alone
 
 
-def test_preempting_engine_gets_nothing_new_until_it_stops() -> None:
-    made = scheduler(300)
+def test_engine_with_a_queue_of_its_own_gets_nothing_new() -> None:
+    made = scheduler(300, policy="reserve")
     ask(made, "g/0")
     assert placed(made) == {"g/0": "e0"}
-    made.load_reported("e0", EngineLoad(100, 1, 0, 3, 0))
+    made.load_reported("e0", EngineLoad(100, 1, 1, 3, 0))
     ask(made, "g/1")
     assert placed(made) == {}
-    made.load_reported("e0", EngineLoad(100, 1, 0, 3, 0))
+    made.load_reported("e0", EngineLoad(100, 2, 0, 3, 0))
     assert placed(made) == {"g/1": "e0"}
 
 

@@ -14,19 +14,29 @@ from hypothesis import strategies as st
 from rstar2.config import SchedulerConfig
 from rstar2.errors import DataError
 from rstar2.rollout.simulate.compare import (
+    FACTORS,
     POLICIES,
-    ComparisonCase,
     PolicyResult,
+    cases_of,
     check_targets,
     measure,
+    run_cases,
     summarize,
     table,
 )
 from rstar2.rollout.simulate.engine import EngineSequence, SimulatedEngine
 from rstar2.rollout.simulate.lower_bound import lower_bound
 from rstar2.rollout.simulate.model import EngineModel, MeasuredStep, fit_engine, from_hardware
-from rstar2.rollout.simulate.simulation import EngineCrash, Simulation
-from rstar2.rollout.simulate.workload import SHAPES, RolloutPlan, TurnPlan, Workload, draw_workload
+from rstar2.rollout.simulate.simulation import Simulation
+from rstar2.rollout.simulate.suites import HELD_IN, held_out
+from rstar2.rollout.simulate.workload import (
+    SHAPES,
+    EngineCrash,
+    RolloutPlan,
+    TurnPlan,
+    Workload,
+    draw_workload,
+)
 
 MODEL = EngineModel(
     "test",
@@ -180,8 +190,7 @@ workloads = st.builds(
     lambda rollouts, engines, kv: Workload(
         "random",
         tuple(replace(r, id=f"{r.group}/{i}") for i, r in enumerate(rollouts)),
-        replace(MODEL, kv_tokens=kv),
-        engines,
+        (replace(MODEL, kv_tokens=kv),) * engines,
     ),
     st.lists(
         st.builds(
@@ -233,10 +242,10 @@ def test_deaths_lose_no_rollout(
 ) -> None:
     crashes: dict[int, EngineCrash] = {}
     for time, engine, away in deaths:  # one death an engine: a second could hit it while away
-        crashes[engine % workload.engines] = EngineCrash(
-            time, engine % workload.engines, time + away
-        )
-    simulation = Simulation(workload, config(policy), crashes=crashes.values())
+        index = engine % len(workload.engines)
+        crashes[index] = EngineCrash(time, index, time + away)
+    workload = replace(workload, crashes=tuple(crashes.values()))
+    simulation = Simulation(workload, config(policy))
     simulation.run()
     assert len(simulation.ends) == len(workload.rollouts)
     assert simulation.now >= lower_bound(workload).seconds * (1 - 1e-9)
@@ -257,7 +266,7 @@ def test_same_seed_same_result(policy: str) -> None:
 
 def test_bound_of_one_rollout_is_what_it_takes_alone() -> None:
     rollout = plan("g/0", 160, (10, 2.0, 30), (5, 0.0, 0))
-    workload = Workload("one", (rollout,), MODEL, 1)
+    workload = Workload("one", (rollout,), (MODEL,))
     simulation = Simulation(workload, config("worst_case"))
     simulation.run()
     bound = lower_bound(workload)
@@ -269,46 +278,125 @@ def test_bound_of_one_rollout_is_what_it_takes_alone() -> None:
 
 def test_more_engines_than_work_bound_by_the_longest() -> None:
     rollouts = tuple(plan(f"g/{i}", 20, (50 + i, 0.0, 0)) for i in range(4))
-    bound = lower_bound(Workload("few", rollouts, MODEL, 16))
+    bound = lower_bound(Workload("few", rollouts, (MODEL,) * 16))
     assert bound.seconds == bound.longest_s > bound.work_s
 
 
-def test_reservation_avoids_the_preemptions_of_other_policies() -> None:
+def test_admission_by_cost_preempts_where_it_is_cheap_and_not_where_it_is_expensive() -> None:
     # small engines: 2 x 142K tokens for 160 rollouts of about 5K
     shape = replace(SHAPES["short-fast-heavy"], problems=20, group=8, engines=2, memory_share=0.1)
     workload, before = draw_workload(shape, 0), draw_workload(shape, 1)
     chosen = ("reserve", "least_requests", "static_split")
     results = {p: measure(workload, config(p), before=before) for p in chosen}
-    assert results["reserve"].preemptions == 0
-    assert results["least_requests"].preemptions > 0
-    assert results["static_split"].makespan_s > 1.3 * results["reserve"].makespan_s
     assert results["reserve"].cold_makespan_s is not None
+    assert results["static_split"].makespan_s > 1.3 * results["reserve"].makespan_s
+    assert results["reserve"].makespan_s < results["least_requests"].makespan_s
+
+    def slow_prefill(given: Workload) -> Workload:
+        return replace(
+            given, engines=tuple(replace(m, prefill_s=50 * m.prefill_s) for m in given.engines)
+        )
+
+    dear = measure(slow_prefill(workload), config("reserve"), before=slow_prefill(before))
+    assert dear.preemptions < results["reserve"].preemptions / 2
+
+
+# --------------------------------------------------------------------------- unequal engines
+
+
+def test_bound_of_unequal_engines_lies_between_those_of_equal_ones() -> None:
+    rollouts = tuple(plan(f"g/{i}", 20, (150 + i, 0.5, 10), (60, 0.0, 0)) for i in range(40))
+
+    def bound(*engines: EngineModel) -> float:
+        return lower_bound(Workload("w", rollouts, engines)).work_s
+
+    slow = MODEL.slowed(3)
+    mixed = bound(MODEL, slow)
+    assert bound(MODEL, MODEL) < mixed < bound(slow, slow)
+    # by the work alone the slow engine does a third of what the other does
+    assert mixed == pytest.approx(bound(MODEL) * 3 / 4, rel=0.1)
+
+
+def test_slow_engine_gets_less_and_nothing_that_it_would_finish_last() -> None:
+    shape = replace(HELD_IN["slow-engine"], problems=6, group=8, engines=2, slower=(1, 8))
+    workload, before = draw_workload(shape, 0), draw_workload(shape, 1)
+    ours = measure(workload, config("reserve"), before=before)
+    theirs = measure(workload, config("least_requests"), before=before)
+    assert ours.makespan_s < 0.6 * theirs.makespan_s
+
+
+def test_long_prompts_do_not_wait_for_short_ones() -> None:
+    """ThunderAgent starts the smallest first; ours starts rollouts in their order."""
+    shape = replace(
+        HELD_IN["h100-stage3"],
+        problems=40,
+        group=2,
+        engines=1,
+        mean=1500,
+        prompts=(700, 8000),
+        kv_tokens=60_000,
+    )
+    workload, before = draw_workload(shape, 0), draw_workload(shape, 1)
+    ours = measure(workload, config("reserve"), before=before).first_p99_s
+    theirs = measure(workload, config("thunder_agent"), before=before).first_p99_s
+    assert ours[8192] <= 4 * ours[1024]
+    assert theirs[8192] / theirs[1024] > ours[8192] / ours[1024]
+
+
+# --------------------------------------------------------------------------- suites
+
+
+def test_suites_have_the_workloads_of_the_issue_and_random_ones() -> None:
+    assert len(HELD_IN) == 12
+    assert held_out(0) == held_out(0)
+    assert held_out(0) != held_out(1)
+    for shape in (*HELD_IN.values(), *held_out(0).values(), *held_out(1).values()):
+        workload = draw_workload(shape, 0)
+        assert min(m.kv_tokens for m in workload.engines) >= workload.max_length, shape.name
+
+
+def test_finished_simulations_are_kept_in_a_file_and_not_run_again(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    shape = replace(SHAPES["stage1"], problems=1, group=2, engines=1)
+    done: list[str] = []
+
+    def run(*seeds: int) -> list[PolicyResult]:
+        cases = cases_of([shape], ("least_requests", "mean_cap"), seeds, 1.0, True, tuned=True)
+        return run_cases(
+            cases, jobs=1, done=lambda result, number, total: done.append(result.policy), file=file
+        )
+
+    first = run(3)
+    assert [r.policy for r in first] == ["least_requests", "mean_cap"]
+    assert len(done) == 1 + len(FACTORS)
+    assert run(3) == first
+    assert len(done) == 1 + len(FACTORS)
+    run(3, 4)
+    assert len(done) == 2 * (1 + len(FACTORS))
+    file.write_text("not a result\n")
+    with pytest.raises(DataError, match="line 1 is no result"):
+        run(3)
 
 
 # --------------------------------------------------------------------------- reading results
 
 
 def result(policy: str, makespan: float, preemptions: int = 0) -> PolicyResult:
-    case = ComparisonCase("stage1", "least_requests", 0, 0.01)
-    made = summarize(_tiny(case), policy)
+    shape = replace(SHAPES["stage1"], problems=1, group=2, engines=1)
+    simulation = Simulation(draw_workload(shape, 0), config("least_requests"))
+    simulation.run()
+    made = summarize(simulation, policy)
     return replace(made, workload="w", makespan_s=makespan, bound_s=100.0, preemptions=preemptions)
 
 
-def _tiny(case: ComparisonCase) -> Simulation:
-    shape = replace(SHAPES[case.shape], problems=1, group=2, engines=1)
-    simulation = Simulation(draw_workload(shape, case.seed), config(case.policy))
-    simulation.run()
-    return simulation
-
-
-def test_target_check_names_every_missed_target() -> None:
+def test_target_check_compares_with_the_best_other_policy() -> None:
     results = [result("reserve", 120.0), result("aimd", 100.0, 3), result("static_split", 150.0)]
     (check,) = check_targets(results)
     assert check.best == "aimd"
-    assert check.kv_short
-    assert len(check.missed) == 3
+    assert check.missed == ("20.0% behind aimd",)
     (good,) = check_targets([result("reserve", 105.0), result("aimd", 104.0)])
     assert good.missed == ()
-    shown = table(results)
+    shown = table(results + [replace(r, workload="v") for r in results])
     assert "1.200" in shown
-    assert "1.000*" in shown
+    assert "1.000 (3)" in shown
+    assert "geometric mean" in shown

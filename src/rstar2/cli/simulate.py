@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +12,7 @@ from rstar2.errors import UserError
 
 if TYPE_CHECKING:
     from rstar2.rollout.simulate.compare import PolicyResult, TargetCheck
-    from rstar2.rollout.simulate.workload import Workload
+    from rstar2.rollout.simulate.workload import EngineCrash, Workload, WorkloadShape
 
 ABOUT = """
 An RL step runs hundreds of groups of rollouts. Their lengths differ widely, and they pause for
@@ -21,107 +21,186 @@ cache overflows (rollouts are preempted and recomputed), with too few the engine
 runs the scheduler of real runs on simulated engines and compares its policies:
 
 \b
-  reserve         ours: admits what is expected to fit, from lengths learnt in the run
+  reserve         ours: admits what saves more time than it is expected to cost
   worst_case      admits what fits if every rollout reaches its limit (the paper's rule)
   static_split    assigns rollouts in advance; an engine waits for its slowest
   round_robin     sends every turn to the next engine
   least_requests  starts a rollout on the engine with the fewest; it stays there
+  least_kv        starts a rollout on the engine with the least KV in use; it stays there
   sticky_hash     starts a rollout where its name hashes to; it stays there
   aimd            caps the rollouts per engine; the cap follows the engine's KV use
+  prime_rl        one cap for all engines, as in prime-rl
+  mean_cap        caps the rollouts per engine at a multiple of KV / mean length
+  thunder_agent   pauses and resumes rollouts between their turns, as in ThunderAgent
 
 Workloads: stage1, stage2 and stage3 are the paper's (512 problems x 32 on 16 engines of 4 MI300X);
-{short,ample}-{slow,fast}-{light,heavy} vary KV, tools and the tail of the lengths. All figures are
-makespan / lower bound, where no schedule can beat the lower bound; docs/scheduler.md derives it.
+{short,ample}-{slow,fast}-{light,heavy} vary KV, tools and the tail of the lengths. The suites have
+workloads with unequal, slow and dying engines, little KV and changing lengths; held-out draws its
+workloads at random from --seed. All figures are makespan / lower bound, where no schedule can beat
+the lower bound; docs/scheduler.md derives it.
 
 \b
 Examples:
-  rstar2 simulate --jobs 8             all policies, all workloads
+  rstar2 simulate --jobs 8             all policies, all workloads of the paper
   rstar2 simulate stage2 --scale 0.25  a quarter of one workload, on 4 engines
+  rstar2 simulate --suite held-in --results held-in.jsonl
   rstar2 simulate stage3 --policies reserve,aimd --timeline out/
   rstar2 simulate --trace runs/tiny --stage stage1 --step 3 --engine model.json
+  rstar2 simulate --rollouts mine.jsonl --engine h100.json --engine a100.json --crash 1@40-90
 """
 
 
+WorkloadsOption = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="WORKLOAD",
+        help="Workloads to simulate; all of them if none is given.",
+        show_default=False,
+    ),
+]
+SuiteOption = Annotated[
+    str | None, typer.Option(help="Simulate this suite of workloads: held-in or held-out.")
+]
+PoliciesOption = Annotated[
+    str, typer.Option(help="Policies to compare, separated by commas, or all.")
+]
+ScaleOption = Annotated[
+    float, typer.Option(min=0.01, help="Simulate this share of the engines and problems.")
+]
+SeedOption = Annotated[int, typer.Option(help="Seed of the drawn lengths and latencies.")]
+SeedsOption = Annotated[
+    int, typer.Option(min=1, help="Number of seeds, from --seed on; figures are their means.")
+]
+ResultsOption = Annotated[
+    Path | None,
+    typer.Option(help="Append every finished simulation to this file; those in it are kept."),
+]
+ColdOption = Annotated[
+    bool,
+    typer.Option(help="Learning policies start without knowledge, as in a run's first step."),
+]
+TraceOption = Annotated[
+    Path | None, typer.Option(help="Simulate a recorded step of this run directory.")
+]
+StageOption = Annotated[str, typer.Option(help="The recorded stage, with --trace.")]
+StepOption = Annotated[int, typer.Option(help="The recorded step, with --trace.")]
+RolloutsOption = Annotated[
+    Path | None,
+    typer.Option(help="Simulate your own rollouts: JSON Lines with group, prompt and turns."),
+]
+EngineOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="JSON file of an engine model, or of measured steps to fit one to. "
+        "Repeat it for engines that differ."
+    ),
+]
+EnginesOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Number of engines, with --trace or --rollouts."),
+]
+CrashOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="ENGINE@SECONDS or ENGINE@SECONDS-RESTART: an engine crashes, and serves again "
+        "from RESTART on. Engines are numbered from 0."
+    ),
+]
+JobsOption = Annotated[int, typer.Option(min=1, help="Number of simulations to run in parallel.")]
+TimelineOption = Annotated[
+    Path | None,
+    typer.Option(help="Write timelines (HTML and Perfetto traces) to this directory."),
+]
+DetailsOption = Annotated[bool, typer.Option(help="Also print all figures of every simulation.")]
+CheckOption = Annotated[bool, typer.Option(help="Exit with code 1 if our policy misses a target.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
 def simulate(
-    workloads: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="WORKLOAD",
-            help="Workloads to simulate; all of them if none is given.",
-            show_default=False,
-        ),
-    ] = None,
-    policies: Annotated[
-        str, typer.Option(help="Policies to compare, separated by commas, or all.")
-    ] = "all",
-    scale: Annotated[
-        float, typer.Option(min=0.01, help="Simulate this share of the engines and problems.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the drawn lengths and latencies.")] = 0,
-    cold: Annotated[
-        bool,
-        typer.Option(help="Learning policies start without knowledge, as in a run's first step."),
-    ] = False,
-    trace: Annotated[
-        Path | None, typer.Option(help="Simulate a recorded step of this run directory.")
-    ] = None,
-    stage: Annotated[str, typer.Option(help="The recorded stage, with --trace.")] = "stage1",
-    step: Annotated[int, typer.Option(help="The recorded step, with --trace.")] = 1,
-    engine: Annotated[
-        Path | None,
-        typer.Option(help="JSON file of an engine model, or of measured steps to fit one to."),
-    ] = None,
-    engines: Annotated[
-        int | None, typer.Option(help="Number of engines, with --trace; the run's own by default.")
-    ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Number of simulations to run in parallel.")] = 1,
-    timeline: Annotated[
-        Path | None,
-        typer.Option(help="Write timelines (HTML and Perfetto traces) to this directory."),
-    ] = None,
-    details: Annotated[
-        bool, typer.Option(help="Also print all figures of every simulation.")
-    ] = False,
-    check: Annotated[
-        bool, typer.Option(help="Exit with code 1 if our policy misses a target.")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    workloads: WorkloadsOption = None,
+    suite: SuiteOption = None,
+    policies: PoliciesOption = "all",
+    scale: ScaleOption = 1.0,
+    seed: SeedOption = 0,
+    seeds: SeedsOption = 1,
+    results: ResultsOption = None,
+    cold: ColdOption = False,
+    trace: TraceOption = None,
+    stage: StageOption = "stage1",
+    step: StepOption = 1,
+    rollouts: RolloutsOption = None,
+    engine: EngineOption = None,
+    engines: EnginesOption = None,
+    crash: CrashOption = None,
+    jobs: JobsOption = 1,
+    timeline: TimelineOption = None,
+    details: DetailsOption = False,
+    check: CheckOption = False,
+    json: JsonOption = False,
 ) -> None:
-    from rstar2.rollout.simulate.compare import (
-        POLICIES,
-        ComparisonCase,
-        check_targets,
-        run_cases,
-    )
-    from rstar2.rollout.simulate.workload import SHAPES
+    from rstar2.rollout.simulate.compare import POLICIES, cases_of, check_targets, run_cases
+    from rstar2.rollout.simulate.suites import shapes_of
+    from rstar2.rollout.simulate.workload import draw_workload
 
     chosen = POLICIES if policies == "all" else tuple(policies.split(","))
     _known("policy", chosen, POLICIES)
-    if trace is not None:
-        workload = _recorded(trace, stage, step, engine, engines)
-        results = _simulate_recorded(workload, chosen, timeline)
+    crashes = _crashes(crash or [])
+    if trace is not None or rollouts is not None:
+        own = _own(trace, stage, step, rollouts, engine or [], engines, crashes)
+        measured = _simulate_own(own, chosen, timeline)
     else:
-        names = tuple(workloads or SHAPES)
-        _known("workload", names, tuple(SHAPES))
-        cases = [
-            ComparisonCase(name, policy, seed, scale, cold) for name in names for policy in chosen
-        ]
-        results = run_cases(cases, jobs=jobs, done=_progress)
+        shapes = _with_crashes(_chosen_shapes(shapes_of(suite, seed), workloads), crashes)
+        cases = cases_of(shapes, chosen, range(seed, seed + seeds), scale, cold, tuned=bool(suite))
+        measured = run_cases(cases, jobs=jobs, done=_progress, file=results)
         if timeline is not None:
-            from rstar2.rollout.simulate.workload import draw_workload
-
-            for name in names:
-                _write_timelines(draw_workload(SHAPES[name], seed, scale=scale), chosen, timeline)
-    checks = check_targets(results)
+            for shape in shapes:
+                _write_timelines(draw_workload(shape, seed, scale=scale), chosen, timeline)
+    checks = check_targets(measured)
     if json:
-        _print_json(results, checks)
+        _print_json(measured, checks)
     else:
-        _print_tables(results, checks, all_figures=details)
+        _print_tables(measured, checks, all_figures=details)
     if check and any(target.missed for target in checks):
         raise typer.Exit(1)
 
 
 simulate.__doc__ = "Compare scheduling policies on simulated engines.\n" + ABOUT
+
+
+def _chosen_shapes(
+    shapes: dict[str, WorkloadShape], names: list[str] | None
+) -> list[WorkloadShape]:
+    chosen = tuple(names or shapes)
+    _known("workload", chosen, tuple(shapes))
+    return [shapes[name] for name in chosen]
+
+
+def _crashes(given: list[str]) -> tuple[EngineCrash, ...]:
+    from math import inf
+
+    from rstar2.rollout.simulate.workload import EngineCrash
+
+    crashes = []
+    for text in given:
+        engine, _, times = text.partition("@")
+        time, _, restart = times.partition("-")
+        try:
+            crashes.append(
+                EngineCrash(float(time), int(engine), float(restart) if restart else inf)
+            )
+        except ValueError:
+            raise UserError(
+                f"--crash {text!r}: give ENGINE@SECONDS or ENGINE@SECONDS-RESTART"
+            ) from None
+        if not 0 <= crashes[-1].time < crashes[-1].restart or crashes[-1].engine < 0:
+            raise UserError(f"--crash {text!r}: an engine restarts after its crash, from 0 s on")
+    return tuple(crashes)
+
+
+def _with_crashes(
+    shapes: list[WorkloadShape], crashes: tuple[EngineCrash, ...]
+) -> list[WorkloadShape]:
+    return [replace(shape, crashes=crashes) for shape in shapes] if crashes else shapes
 
 
 def _print_json(results: list[PolicyResult], checks: list[TargetCheck]) -> None:
@@ -156,40 +235,77 @@ def _known(what: str, given: tuple[str, ...], valid: tuple[str, ...]) -> None:
             raise UserError(f"there is no {what} {name!r}: {hint}")
 
 
-def _progress(result: PolicyResult) -> None:
-    typer.echo(f"{result.workload} {result.policy}: {result.makespan_s:.1f} s", err=True)
+def _progress(result: PolicyResult, done: int, total: int) -> None:
+    typer.echo(
+        f"[{done}/{total}] {result.workload} {result.policy}: {result.makespan_s:.1f} s", err=True
+    )
 
 
-def _recorded(
-    run: Path, stage: str, step: int, engine: Path | None, engines: int | None
+def _own(
+    trace: Path | None,
+    stage: str,
+    step: int,
+    rollouts: Path | None,
+    files: list[Path],
+    count: int | None,
+    crashes: tuple[EngineCrash, ...],
 ) -> Workload:
+    """The workload of a recorded step or of a file, on the engines of the given files."""
     from rstar2.rollout.simulate.model import EngineModel
-    from rstar2.rollout.simulate.workload import fit_recorded_engine, recorded_workload
+    from rstar2.rollout.simulate.recorded import (
+        fit_recorded_engine,
+        recorded_engines,
+        recorded_rollouts,
+        rollouts_from_file,
+    )
+    from rstar2.rollout.simulate.workload import Workload
 
-    if engine is not None:
-        model = EngineModel.from_json(engine)
+    models = [EngineModel.from_json(path) for path in files]
+    if rollouts is not None:
+        if trace is not None:
+            raise UserError("give either --trace or --rollouts, not both")
+        if not models:
+            raise UserError("--rollouts needs an engine: add --engine FILE")
+        name, plans = rollouts.stem, rollouts_from_file(rollouts)
+        count = count or len(models)
     else:
-        fit = fit_recorded_engine(run, stage=stage)
-        model = fit.model
-        typer.echo(
-            f"engine model fitted to {fit.rows} recorded turns: "
-            f"median error {fit.median_error:.0%}, largest {fit.worst_error:.0%}",
-            err=True,
-        )
-    return recorded_workload(run, model, stage=stage, step=step, engines=engines)
+        assert trace is not None
+        if not models:
+            fit = fit_recorded_engine(trace, stage=stage)
+            models = [fit.model]
+            typer.echo(
+                f"engine model fitted to {fit.rows} recorded turns: "
+                f"median error {fit.median_error:.0%}, largest {fit.worst_error:.0%}",
+                err=True,
+            )
+        name, plans = f"{stage}:{step}", recorded_rollouts(trace, stage=stage, step=step)
+        count = count or max(len(models), recorded_engines(trace))
+    largest = max(plan.limit for plan in plans)
+    for model in models:
+        if model.kv_tokens < largest:
+            raise UserError(
+                f"engine {model.name} holds {model.kv_tokens} tokens, but rollouts may have "
+                f"{largest}: raise its kv_tokens or lower their limit"
+            )
+    for crash in crashes:
+        if crash.engine >= count:
+            raise UserError(f"--crash names engine {crash.engine}, the last is {count - 1}")
+    chosen = tuple(models[index % len(models)] for index in range(count))
+    return Workload(name, plans, chosen, crashes=crashes)
 
 
-def _simulate_recorded(
+def _simulate_own(
     workload: Workload, policies: tuple[str, ...], timeline: Path | None
 ) -> list[PolicyResult]:
     from rstar2.config import SchedulerConfig
     from rstar2.rollout.simulate.compare import measure
 
+    before = replace(workload, crashes=())
     results = []
     for policy in policies:
         config = SchedulerConfig.model_validate({"policy": policy})
-        results.append(measure(workload, config, before=workload))
-        _progress(results[-1])
+        results.append(measure(workload, config, before=before))
+        _progress(results[-1], len(results), len(policies))
     if timeline is not None:
         _write_timelines(workload, policies, timeline)
     return results

@@ -99,14 +99,19 @@ class SchedulerConfig(Section):
         "static_split",
         "round_robin",
         "least_requests",
+        "least_kv",
         "sticky_hash",
         "aimd",
+        "prime_rl",
+        "mean_cap",
+        "thunder_agent",
     ] = "reserve"
     """`reserve` is the policy of rstar2; the others are baselines (docs/scheduler.md)."""
-    quantile: float = Field(0.95, gt=0, lt=1)
-    """`reserve`: probability that the rollouts on an engine fit its KV cache to their end."""
     hold_s: float = Field(20.0, ge=0)
-    """`reserve`: a rollout that waits longer for a tool releases its KV if others need it."""
+    """`reserve`: a rollout that waits longer for a tool releases its KV if others need it. Applies
+    until the scheduler has observed how long tools take."""
+    cap_factor: float = Field(1.6, gt=0)
+    """`mean_cap`: rollouts per engine, relative to its KV / their mean final length."""
 
 
 class RocConfig(Section):

@@ -232,6 +232,9 @@ class VllmEngine:
             waiting=gauges.waiting,
             preemptions=gauges.preemptions,
             version=version,
+            steps=gauges.steps,
+            decoded=gauges.decoded,
+            prefilled=gauges.prefilled,
         )
 
     # ------------------------------------------------------------------ weights

@@ -91,6 +91,10 @@ class ServerGauges:
     running: int
     waiting: int
     preemptions: int
+    steps: int
+    decoded: int
+    prefilled: int
+    """Prompt tokens computed, without those from the prefix cache."""
 
 
 # --------------------------------------------------------------------------- the client
@@ -309,4 +313,9 @@ def read_gauges(text: str) -> ServerGauges:
         running=int(values["vllm:num_requests_running"]),
         waiting=int(values["vllm:num_requests_waiting"]),
         preemptions=int(values["vllm:num_preemptions_total"]),
+        steps=int(values["vllm:iteration_tokens_total_count"]),
+        decoded=int(values["vllm:generation_tokens_total"]),
+        prefilled=int(
+            values["vllm:prompt_tokens_total"] - values["vllm:prompt_tokens_cached_total"]
+        ),
     )

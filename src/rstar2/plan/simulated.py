@@ -52,7 +52,7 @@ def makespan(
         _rollout(f"{i // group}/{i % group}", length, limit, assume)
         for i, length in enumerate(lengths)
     )
-    workload = Workload("plan", rollouts, model, engines=1)
+    workload = Workload("plan", rollouts, (model,))
     return max(simulate(workload, recipe.scheduler).ends.values())
 
 

@@ -40,6 +40,8 @@ _MAY_CHANGE = (
     "environment.folder",
 )
 """Settings that may differ when a run is resumed: where it runs and what it records."""
+_RETIRED = (("scheduler", "quantile"),)
+"""Settings of earlier versions that decided nothing about the results of a run."""
 _SECRETS = frozenset({"codeenv.token"})
 _OWN_DATA = ("rl.problems", "evaluation.problems", "sft.data")
 """null means the environment's own data, which is `arithmetic` in all runs that named it."""
@@ -310,6 +312,8 @@ def _plain(recipe: Recipe) -> Any:
 
 def _with_defaults(values: Any) -> Any:
     """Recorded settings, with the default of every setting that was added since."""
+    for section, key in _RETIRED:
+        values.get(section, {}).pop(key, None)
     try:
         return _plain(Recipe.model_validate(values))
     except ValidationError:  # a setting was removed since: the caller lists it

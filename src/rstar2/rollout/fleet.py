@@ -192,7 +192,7 @@ class Fleet:
         requested = monotonic()
         self._start_polling()
         request = TurnRequest(session, group_of(session), len(prompt_ids), sampling.max_new_tokens)
-        self.scheduler.submit(request)
+        self.scheduler.submit(request, requested)
         try:
             while True:
                 placement = await self._placement(session, requested, deadline_s)
@@ -341,7 +341,7 @@ class Fleet:
             log.info("engine %s did not report its load within %g s", name, LOAD_DEADLINE_S)
             return
         self._meters[name].report(load)
-        self.scheduler.load_reported(name, load)
+        self.scheduler.load_reported(name, load, monotonic())
         self._update_meter(name)
         self._dispatch()
 

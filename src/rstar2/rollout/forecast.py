@@ -33,6 +33,7 @@ from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import ndtr
 
 Array = npt.NDArray[np.float64]
 
@@ -57,7 +58,7 @@ def shortest_in(index: int) -> int:
 class LengthModel:
     """The distribution of completion lengths, tool responses included."""
 
-    def __init__(self, *, least: int = 16, half_life: int = 8192) -> None:
+    def __init__(self, *, least: int = 16, half_life: int = 512) -> None:
         self.least = least
         self.half_life = half_life
         self.tables = 0
@@ -74,6 +75,14 @@ class LengthModel:
 
     def __len__(self) -> int:
         return self._observed
+
+    @property
+    def mean(self) -> float | None:
+        """The mean length of finished rollouts, to the width of a bucket; None without any."""
+        weight = sum(self._reached)
+        if not weight:
+            return None
+        return sum(x * shortest_in(index) for index, x in enumerate(self._reached)) / weight
 
     def observe(self, completion: int, *, truncated: bool = False) -> None:
         """A rollout ended with this many completion tokens."""
@@ -96,7 +105,9 @@ class LengthModel:
     def outdated(self) -> bool:
         """Whether enough rollouts were observed since the last `refresh` to need another."""
         new = self._observed - max(0, self._table_of)
-        return new > 0 and (self._table_of < 0 or new >= min(1024, 1 + self._table_of // 8))
+        return new > 0 and (
+            self._table_of < 0 or new >= min(self.half_life // 8, 1 + self._table_of // 8)
+        )
 
     def refresh(self, running: Iterable[int] = ()) -> None:
         """Rebuild the table; `running` are the completion lengths of running rollouts so far."""
@@ -149,20 +160,21 @@ class RolloutProgress:
 
 @dataclass(frozen=True, slots=True)
 class KvDemand:
-    """Mean, variance and third central moment of the KV tokens held, per interval."""
+    """Mean and variance of the KV tokens held, per interval."""
 
     mean: Array
     variance: Array
-    third: Array
+    alive: Array
+    """Probability that the rollout still runs; for several rollouts, their expected number."""
 
     def row(self, index: int) -> KvDemand:
         """The demand of one rollout of several."""
-        return KvDemand(self.mean[index], self.variance[index], self.third[index])
+        return KvDemand(self.mean[index], self.variance[index], self.alive[index])
 
     @property
     def total(self) -> KvDemand:
         """The sum over all rollouts."""
-        return KvDemand(self.mean.sum(axis=0), self.variance.sum(axis=0), self.third.sum(axis=0))
+        return KvDemand(self.mean.sum(axis=0), self.variance.sum(axis=0), self.alive.sum(axis=0))
 
 
 def kv_demands(
@@ -179,9 +191,7 @@ def kv_demands(
     # rollouts that share the prompt may end first: assume the same survival probability for them
     tokens = -(-np.minimum(now + width, limit) // block) * block - shared * alive
     mean = tokens * alive
-    variance = mean * (tokens - mean)
-    third = variance * (tokens - 2 * mean)
-    return KvDemand(mean, variance, third)
+    return KvDemand(mean, mean * (tokens - mean), alive)
 
 
 @dataclass(slots=True)
@@ -195,9 +205,7 @@ class KvForecast:
     """The length table it was made from (`LengthModel.tables`)."""
     mean: Array = field(default_factory=lambda: np.zeros(POINTS))
     variance: Array = field(default_factory=lambda: np.zeros(POINTS))
-    third: Array = field(default_factory=lambda: np.zeros(POINTS))
-    z: float = 0.0
-    """The margin in standard deviations, before the correction for skewness."""
+    alive: Array = field(default_factory=lambda: np.zeros(POINTS))
     peak_mean: float = 0.0
     fullest: int = 0
     """The interval in which the mean is largest."""
@@ -207,13 +215,13 @@ class KvForecast:
     def add(self, demand: KvDemand) -> None:
         self.mean += demand.mean
         self.variance += demand.variance
-        self.third += demand.third
+        self.alive += demand.alive
         self._find_peak()
 
     def remove(self, demand: KvDemand) -> None:
         self.mean -= demand.mean
         self.variance -= demand.variance
-        self.third -= demand.third
+        self.alive -= demand.alive
         self._find_peak()
 
     def _find_peak(self) -> None:
@@ -221,13 +229,22 @@ class KvForecast:
         self.peak_mean = float(self.mean[self.fullest])
         self.work = float(self.mean.sum()) * self.width
 
-    def peak_with(self, more: KvDemand) -> float:
-        """The peak including the margin if `more` were added.
+    def if_added(self, more: KvDemand, room: float, again: float) -> tuple[float, float]:
+        """What a rollout is expected to gain and to cost if it is added last.
 
-        The margin is the normal quantile, corrected for skewness (Cornish-Fisher): a few rollouts
-        that may each get long exceed it more often than many do.
+        The last one is the first to be preempted when the cache overflows. Returns the steps that
+        it runs until then, and the tokens that are computed again: its own, and those of `again`
+        other rollouts for each one that ends while the cache is full because of it (a full engine
+        admits and preempts at its edge whenever room becomes free).
         """
-        variance = np.maximum(self.variance + more.variance, 0.0)
-        third = np.maximum(self.third + more.third, 0.0)
-        skewed = max(0.0, self.z**2 - 1) / 6 * third / np.maximum(variance, 1.0)
-        return float((self.mean + more.mean + self.z * np.sqrt(variance) + skewed).max())
+        before = np.maximum(self.variance, 0.01)
+        deviation = np.sqrt(before + more.variance)
+        over = room + 0.5  # tokens are whole
+        full = ndtr((self.mean + more.mean - over) / deviation)
+        fuller = full - ndtr((self.mean - over) / np.sqrt(before))
+        ends = -np.diff(self.alive + more.alive, append=0.0)
+        size = (self.mean + more.mean) / np.maximum(self.alive + more.alive, 1e-9)
+        until = np.maximum.accumulate(full)
+        steps = self.width * float(more.alive @ (1.0 - until))
+        lost = float(more.mean @ np.diff(until, prepend=0.0))
+        return steps, lost + again * float(np.maximum(fuller, 0.0) @ (ends * size))

@@ -1,38 +1,36 @@
-"""Our policy: admission by reserved KV. Pure; `state.py` draws the life of a session.
+"""Our policy: admission by expected cost. Pure; `state.py` draws the life of a session.
 
 Rules, in the order in which they are applied:
 
-1. A rollout is admitted to an engine if the KV cache is expected to hold it, together with the
-   rollouts already there, until they end: the peak of the forecast (`forecast.py`, from lengths
-   learnt in this run; the limit where nothing is known) plus a margin must fit, which it then does
-   with probability `quantile`. The rollout reserves its part of that peak; reservations never
-   exceed the cache. The variant `worst_case` instead reserves every rollout's limit from its first
-   turn to its end (the paper's rule): no prefix is ever evicted, which deterministic runs need.
-2. Turns of begun rollouts come before new rollouts, older rollouts before younger ones. They may
-   use the margin. While one of them waits for KV, no new rollout is admitted anywhere: nothing
-   overtakes a begun rollout.
-3. New rollouts are admitted in the order of their groups, so that groups finish together. Each
-   goes to the engine with the least remaining work among those that have room.
-4. A turn runs where its prefix is, and waits there for a sequence slot: a slot becomes free sooner
-   than a prefix is recomputed. If its engine is expected to overflow, the turn moves to one with
-   room; without such an engine it waits. Once no new rollout is left to balance the load, a turn
-   also moves from an engine with much remaining work to one with little, if that pays for
-   recomputing its prefix.
-5. While its tools run a rollout keeps its reservation, so that the next turn reuses its prefix. As
-   soon as another rollout lacks the room, tool waits longer than `hold_s` lose their reservation,
-   the longest wait first.
-6. If idle reservations would leave an engine without any running turn, those of younger rollouts
-   are evicted.
-7. Forecasts and reservations are recomputed when the length table changes and as the engine
-   advances. If the new forecast exceeds the cache, all reservations on that engine are reduced in
-   proportion, and no new rollout is admitted there until it fits again.
-8. KV use that an engine reports above its forecast is subtracted from its capacity. KV use below
-   the sum of its running rollouts shows how much of their prompts they share; that part is not
-   reserved twice. An engine that reports preemptions gets no new rollout until it reports none.
+1. **Order.** Turns of begun rollouts come before new rollouts, older rollouts before younger ones.
+   They always start, on the engine with their prefix, as soon as it has a sequence slot. New
+   rollouts are admitted in the order of their groups.
+2. **Admission.** A new rollout is admitted to an engine if it saves more time there than it is
+   expected to cost. It is the last to arrive, so it is the first that the engine preempts when the
+   cache overflows. Until then it runs for some steps, and each of them saves its share of a step's
+   fixed time: step_s / B, where B is the number of rollouts that the engine usually runs. It costs
+   prefill_s for each token that is computed again because of it: its own, and those of rollouts
+   that a full engine admits and preempts in turn. The forecast (`forecast.py`, from lengths learnt
+   in this run; the limit where nothing is known) gives the steps and the tokens, load reports give
+   step_s and prefill_s (`speed.py`). Where recomputing is cheap the cache is filled to the brim;
+   where it is expensive, nothing is admitted that is likely to overflow.
+3. **Placement.** A new rollout goes to the engine that will be done first with what it has. An
+   engine takes no rollout that it would finish after all others could be done: a slow engine near
+   the end, or one that already has more than its share of the work.
+4. **Moves.** Once no new rollout is left to balance the load, a turn moves to an engine that
+   finishes it sooner, if it has many steps left.
+5. **Tool calls.** While its tools run a rollout keeps its place, so that the next turn reuses its
+   prefix. As soon as a new rollout lacks the room, those whose tools run longer than pays
+   (`ToolWaits`) lose their place, the longest wait first.
+6. **Feedback.** KV use that an engine reports above its forecast is subtracted from its capacity.
+   KV use below the sum of its running rollouts shows how much of their prompts they share; half of
+   that part is not counted twice. An engine with a queue of its own gets no new rollout.
 
-No starvation: by rules 2 and 6 the oldest rollout is never overtaken and can evict every idle
-reservation of an engine without running turns. Ages are fixed at the first submit, so every
-rollout becomes the oldest after finitely many others.
+A rollout reserves its part of the expected peak. Reservations never exceed the cache: where the
+expected peak does, all are reduced in proportion.
+
+No starvation: begun rollouts wait only for a sequence slot, and new rollouts are never overtaken by
+younger ones. An engine without rollouts takes any that it could hold alone.
 """
 
 from __future__ import annotations
@@ -40,7 +38,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from math import ceil, inf
-from statistics import NormalDist
 
 import numpy as np
 
@@ -53,6 +50,7 @@ from rstar2.rollout.forecast import (
     RolloutProgress,
     kv_demands,
 )
+from rstar2.rollout.speed import EngineSpeed
 from rstar2.rollout.state import (
     EngineState,
     Phase,
@@ -68,58 +66,98 @@ SHARING_MIN_RUNNING = 8
 SHARING_SMOOTHING = 0.2
 """Weight of one report in the estimate of shared prompt tokens."""
 SHARING_TRUST = 0.5
-"""The part of the estimated sharing that is not reserved twice."""
+"""The part of the estimated sharing that is not counted twice."""
+CHURN = 0.25
+"""The part of a preempted rollout's tokens that is no longer cached when it resumes."""
+URGENT = 2.0
+"""What is saved counts so many times once the remaining work takes less time than one long rollout:
+whatever starts later would end last."""
+LEAST_PROGRESS = 0.1
+"""A rollout is admitted only if it is expected to run this share of its steps before it could be
+preempted: in an engine's queue it can no longer go elsewhere."""
+TURN_SMOOTHING = 0.02
+LATE = 0.1
+"""A rollout counts as ended when it is expected to run with at most this probability."""
+SLOW = 1.5
+"""An engine is slow if its steps take this many times as long as those of the fastest."""
 UNEVEN = 1.15
-"""An engine with this many times the remaining work of another is overloaded."""
-RECOMPUTE = 1000
-"""Recomputing a token costs about as much as decoding with this many tokens of context (a 14B model
-on an MI300X: 1,100). Only moves that merely balance the load are weighed against this cost."""
+"""A turn moves only to an engine that is expected to finish it this many times sooner."""
+FEWEST_STEPS_TO_MOVE = 1000
+"""A turn with fewer expected steps left never moves."""
 
 
 @dataclass(slots=True)
 class EngineOutlook:
     """The forecast for one engine. It exists as long as the engine's state does."""
 
+    name: str
     engine: EngineState
+    speed: EngineSpeed
     forecast: KvForecast
     demands: dict[str, KvDemand] = field(default_factory=dict)
-    preempting: bool = False
-    """The last report had new preemptions."""
+    queued: bool = False
+    """The last report had turns in the engine's own queue."""
     excess: float = 0.0
     """Reported KV use above the forecast."""
     sharing: float = 0.0
     """The share of prompt tokens that rollouts of a group have in common, from reports."""
     refused: TurnRequest | None = None
-    """The last request that did not fit; it is tried again only after a change here."""
+    """The last request that was not admitted; it is tried again only after a change here."""
 
     @property
     def room(self) -> float:
         return self.engine.budget.total - self.excess
 
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step with the rollouts that are here now."""
+        return self.speed.seconds(min(float(self.forecast.mean[0]), self.engine.budget.total))
+
+    @property
+    def drain_s(self) -> float:
+        """Seconds until its rollouts are done, if they fill the cache to the end."""
+        return self.forecast.work / self.engine.budget.total * self.step_s
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOutlook:
+    """The remaining work of all engines."""
+
+    done_s: float
+    """Seconds until everything could be done."""
+    least_s: float
+    """Seconds until the first engine is done with what it has."""
+    steps: float
+    """Steps that nine of ten new rollouts do not exceed."""
+
 
 class ReservePolicy:
-    """Reserves the KV that rollouts are expected to need; with `worst_case`, their limits."""
+    """Admits a rollout where it is expected to save more time than it costs."""
 
-    def __init__(
-        self, config: SchedulerConfig, lengths: LengthModel, *, worst_case: bool = False
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, lengths: LengthModel) -> None:
         self.lengths = lengths
-        self.hold_s = inf if worst_case else config.hold_s
-        self.worst_case = worst_case
-        self._z = 0.0 if worst_case else max(0.0, NormalDist().inv_cdf(config.quantile))
+        self.hold_s = config.hold_s
         self._width = 1
         self._outlooks: dict[str, EngineOutlook] = {}
+        self._size = 1.0
+        """Tokens that the last new rollout was expected to hold in a step, on average."""
+        self._turns = 1.0
+        """Turns per rollout, a moving average."""
+        self._turns_of: dict[str, int] = {}
         self._idle: deque[tuple[float, str]] = deque()
         """Sessions in the order in which their tools started, outdated entries included."""
 
     # ------------------------------------------------------------------ events
 
     def turn_ended(self, state: SchedulerState, name: str) -> None:
-        """The session's tools run."""
+        """The session's tools run, or it is about to end."""
+        self._turns_of[name] = self._turns_of.get(name, 0) + 1
         self._idle.append((state.sessions[name].holding_since, name))
 
     def session_left(self, state: SchedulerState, name: str, engine: str) -> None:
         """The session is no longer on the engine."""
+        if name not in state.sessions:
+            self._turns += TURN_SMOOTHING * (self._turns_of.pop(name, 1) - self._turns)
         outlook = self._outlooks.get(engine)
         if outlook is not None and (demand := outlook.demands.pop(name, None)) is not None:
             outlook.forecast.remove(demand)
@@ -133,11 +171,11 @@ class ReservePolicy:
         # an idle engine may repeat its last figure: without running turns there is no excess
         excess = load.kv_used - float(outlook.forecast.mean[0]) if load.running else 0.0
         outlook.excess = max(0.0, excess)
-        if not load.waiting and len(engine.running) >= SHARING_MIN_RUNNING and not self.worst_case:
+        if not load.waiting and len(engine.running) >= SHARING_MIN_RUNNING:
             sharing = self._sharing(state, engine, load.kv_used)
             outlook.sharing += SHARING_SMOOTHING * (sharing - outlook.sharing)
         outlook.refused = None
-        outlook.preempting = load.preemptions > engine.preemptions
+        outlook.queued = load.waiting > 0
         engine.preemptions = load.preemptions
 
     def _sharing(self, state: SchedulerState, engine: EngineState, used: int) -> float:
@@ -153,106 +191,169 @@ class ReservePolicy:
 
     def decide(self, state: SchedulerState, now: float) -> list[Placement]:
         """Start all turns that may start now."""
-        if not self.worst_case and self.lengths.outdated:
+        if self.lengths.outdated:
             self.lengths.refresh(
                 state.estimated_completion(s) for s in state.sessions.values() if s.begun
             )
         placements: list[Placement] = []
-        blocked = self._start_begun(state, placements)
-        if blocked and self._evict_expired(state, now):
-            blocked = self._start_begun(state, placements)
-        while not blocked and (name := state.next_new()) is not None:
-            placement = self._admit(state, name)
+        for name in state.pop_begun():
+            placement = self._continue(state, name)
+            if placement is None:
+                state.enqueue(name)
+            else:
+                placements.append(placement)
+        while (new := state.next_new()) is not None:
+            placement = self._admit(state, new)
             if placement is None and self._evict_expired(state, now):
-                placement = self._admit(state, name)
+                placement = self._admit(state, new)
             if placement is None:
                 break
             placements.append(placement)
         return placements
 
-    def _start_begun(self, state: SchedulerState, placements: list[Placement]) -> bool:
-        """Start turns of begun rollouts; True if one of them has to wait for KV."""
-        blocked = False
-        for name in state.pop_begun():
-            session = state.sessions[name]
-            home = session.engine
-            placement = None
-            if home is not None and state.serves(home) and not self._overfull(state, home):
-                placement = self._rebalance(state, name, home)
-                if placement is None and state.engines[home].has_slot:
-                    placement = state.start(name, home, None)
-            elif not blocked:  # a rollout that lacks KV is not overtaken by another that does
-                placement = self._admit(state, name) or self._evict_younger(state, name, session)
-                blocked = placement is None
-            if placement is None:
-                state.enqueue(name)
-            else:
-                placements.append(placement)
-        return blocked
+    def _continue(self, state: SchedulerState, name: str) -> Placement | None:
+        """Start the next turn of a begun rollout; None if there is no sequence slot."""
+        session = state.sessions[name]
+        home = session.engine
+        if home is not None and state.serves(home):
+            placement = self._move(state, name, home)
+            if placement is None and state.engines[home].has_slot:
+                placement = state.start(name, home, None)
+            return placement
+        self._extend_to(session.request.limit)
+        targets = [self._outlook(state, e) for e in state.serving if self._open(state, e, session)]
+        if not targets:
+            return None
+        demand = self._demand(session, targets[0])
+        now = float(demand.mean[0])
+        target = min(
+            targets,
+            key=lambda o: (
+                o.forecast.mean[0] + now > o.room,
+                o.name != session.last_engine,
+                o.drain_s,
+                len(o.demands),
+            ),
+        )
+        return self._start(state, name, target, demand)
 
     def _admit(self, state: SchedulerState, name: str) -> Placement | None:
-        """Start a rollout on an engine other than its own, if one has room for it to the end."""
+        """Start a new rollout where that pays."""
         session = state.sessions[name]
         self._extend_to(session.request.limit)
-        demand: KvDemand | None = None
         candidates = [
             outlook
             for engine in state.serving
-            if engine != session.engine and state.engines[engine].has_slot
-            if not (outlook := self._outlook(state, engine)).preempting or not outlook.demands
-            if outlook.refused != session.request
+            if self._open(state, engine, session)
+            if (outlook := self._outlook(state, engine)).refused != session.request
+            if not outlook.queued or not outlook.demands
         ]
-        last = state.engines.get(session.last_engine or "")
-        for outlook in sorted(candidates, key=lambda a: (a.engine is not last, _preference(a))):
-            if demand is None:
+        demand, fleet = None, None
+        for outlook in sorted(candidates, key=lambda o: (o.drain_s, len(o.demands))):
+            if demand is None or fleet is None:
                 demand = self._demand(session, outlook)
-            if self._fits(outlook, demand):
+                self._size = float(demand.mean.sum() / max(1e-9, demand.alive.sum()))
+                fleet = self._fleet(state, demand)
+            if self._pays(state, outlook, demand, fleet) and not self._too_late(
+                state, outlook, fleet
+            ):
                 return self._start(state, name, outlook, demand)
             outlook.refused = session.request
         return None
 
-    def _rebalance(self, state: SchedulerState, name: str, home: str) -> Placement | None:
-        """Move a turn to an engine with much less remaining work, if that saves time overall."""
-        if self.worst_case or len(state.engines) < 2 or state.next_new() is not None:
+    def _open(self, state: SchedulerState, engine_name: str, session: SessionState) -> bool:
+        """Whether the engine has a sequence slot and could hold the rollout alone."""
+        engine = state.engines[engine_name]
+        return engine.has_slot and session.request.limit <= engine.budget.total
+
+    def _pays(
+        self, state: SchedulerState, outlook: EngineOutlook, demand: KvDemand, fleet: FleetOutlook
+    ) -> bool:
+        """Whether the rollout saves more time than it costs; an empty engine takes any."""
+        if not outlook.demands:
+            return True
+        steps, lost = outlook.forecast.if_added(demand, outlook.room, CHURN * self._turns)
+        if steps < LEAST_PROGRESS * self._width * float(demand.alive.sum()):
+            return False
+        speed = outlook.speed
+        saved_s = steps * speed.step_s / self._batch(state, outlook)
+        urgent = fleet.done_s < fleet.steps * self._usual_step_s(state, outlook)
+        return saved_s * (URGENT if urgent else 1.0) > lost * speed.prefill_s
+
+    def _batch(self, state: SchedulerState, outlook: EngineOutlook) -> float:
+        """Rollouts that the engine usually runs: those whose mean size fills its cache."""
+        capacity = outlook.engine.budget.capacity
+        most = min(capacity.max_sequences, len(state.sessions) / len(state.engines))
+        return max(1.0, min(most, outlook.engine.budget.total / self._size))
+
+    def _usual_step_s(self, state: SchedulerState, outlook: EngineOutlook) -> float:
+        """Seconds of a step with as many rollouts as the engine usually runs."""
+        return outlook.speed.seconds(self._batch(state, outlook) * self._size)
+
+    def _fleet(self, state: SchedulerState, demand: KvDemand) -> FleetOutlook:
+        """When all engines could be done with all rollouts, if these were divided evenly."""
+        work = float(demand.mean.sum()) * self._width * max(1, state.new)
+        rate, least = 0.0, inf
+        for name in state.serving:
+            outlook = self._outlook(state, name)
+            total, step_s = outlook.engine.budget.total, self._usual_step_s(state, outlook)
+            work += outlook.forecast.work
+            rate += total / step_s
+            least = min(least, outlook.forecast.work / total * step_s)
+        steps = self._width * float(np.count_nonzero(demand.alive > LATE))
+        return FleetOutlook(work / rate, least, steps)
+
+    def _too_late(self, state: SchedulerState, outlook: EngineOutlook, fleet: FleetOutlook) -> bool:
+        """Whether this engine would finish the rollout after the others could be done."""
+        if len(state.engines) < 2:
+            return False
+        step_s = self._usual_step_s(state, outlook)
+        drain_s = outlook.forecast.work / outlook.engine.budget.total * step_s
+        if drain_s > fleet.least_s and drain_s > fleet.done_s:
+            return True
+        usual = self._batch(state, outlook) * self._size
+        fastest = min(state.speeds[name].seconds(usual) for name in state.serving)
+        return fleet.steps * step_s > max(fleet.done_s, SLOW * fleet.steps * fastest)
+
+    def _move(self, state: SchedulerState, name: str, home: str) -> Placement | None:
+        """Move a turn to an engine that finishes it much sooner, once no new rollout is left."""
+        if len(state.engines) < 2 or state.next_new() is not None:
             return None
         session, here = state.sessions[name], self._outlook(state, home)
         others = [
             self._outlook(state, e)
             for e in state.serving
-            if e != home and state.engines[e].has_slot
+            if e != home and self._open(state, e, session)
         ]
-        target = min(others, key=_preference, default=None)
-        if target is None or here.forecast.work < UNEVEN * target.forecast.work:
+        target = min(others, key=lambda o: (o.step_s, o.drain_s), default=None)
+        if target is None:
             return None
         demand = self._demand(session, target)
-        work = float(demand.mean.sum()) * self._width
-        again = RECOMPUTE * session.tokens
-        if work < again or target.forecast.work + work + again >= here.forecast.work:
+        steps = float(demand.alive.sum()) * self._width
+        if steps < FEWEST_STEPS_TO_MOVE:
             return None
-        return self._start(state, name, target, demand) if self._fits(target, demand) else None
-
-    def _fits(self, outlook: EngineOutlook, demand: KvDemand) -> bool:
-        """Whether the rollout fits including the margin; an empty engine takes any."""
-        if not outlook.demands:
-            return True
-        forecast = outlook.forecast
-        part = max(1, ceil(demand.mean[forecast.fullest]))
-        if forecast.peak_mean + part > outlook.room or not outlook.engine.budget.fits("", part):
-            return False
-        return forecast.peak_with(demand) <= outlook.room
+        work = float(demand.mean.sum()) * self._width / target.engine.budget.total
+        again = session.tokens * target.speed.prefill_s
+        there = max(steps * target.step_s, target.drain_s + work * target.step_s) + again
+        stay = max(steps * here.step_s, here.drain_s)
+        if stay < UNEVEN * there or target.forecast.mean[0] + demand.mean[0] > target.room:
+            return None
+        return self._start(state, name, target, demand)
 
     def _start(
         self, state: SchedulerState, name: str, outlook: EngineOutlook, demand: KvDemand
     ) -> Placement:
         """Reserve the rollout's part of the peak and start its turn."""
-        engine_name = next(n for n, e in state.engines.items() if e is outlook.engine)
         home = state.sessions[name].engine
         if home is not None:
             self.session_left(state, name, home)
         outlook.forecast.add(demand)
         outlook.refused = None
-        part = max(1, ceil(demand.mean[outlook.forecast.fullest]))
-        placement = state.start(name, engine_name, min(part, outlook.engine.budget.free))
+        budget = outlook.engine.budget
+        part = max(1, min(ceil(demand.mean[outlook.forecast.fullest]), budget.total // 2))
+        if part > budget.free:
+            _shrink(outlook.engine, budget.total - part)
+        placement = state.start(name, outlook.name, min(part, budget.free))
         outlook.demands[name] = demand
         return placement
 
@@ -267,12 +368,7 @@ class ReservePolicy:
         return self._demands([_progress(session, session.completion, outlook)], outlook).row(0)
 
     def _demands(self, rollouts: list[RolloutProgress], outlook: EngineOutlook) -> KvDemand:
-        budget = outlook.engine.budget
-        if self.worst_case:
-            zeros = np.zeros((len(rollouts), POINTS))
-            limits = np.array([[float(budget.rounded(r.limit))] for r in rollouts])
-            return KvDemand(zeros + limits, zeros, zeros)
-        block = budget.capacity.block_tokens
+        block = outlook.engine.budget.capacity.block_tokens
         return kv_demands(self.lengths, rollouts, width=self._width, block=block)
 
     def _outlook(self, state: SchedulerState, name: str) -> EngineOutlook:
@@ -281,21 +377,21 @@ class ReservePolicy:
         outlook = self._outlooks.get(name)
         if outlook is None or outlook.engine is not engine:
             outlook = self._outlooks[name] = EngineOutlook(
-                engine, KvForecast(self._width, 0, 0, z=self._z)
+                name, engine, state.speeds[name], KvForecast(self._width, 0, 0)
             )
         forecast = outlook.forecast
-        outdated = (
-            engine.steps - forecast.made_at >= forecast.width
+        if (
+            self._width != forecast.width
+            or engine.steps - forecast.made_at >= forecast.width
             or self.lengths.tables != forecast.table
-        )
-        if self._width != forecast.width or (outdated and not self.worst_case):
+        ):
             self._recompute(state, outlook)
         return outlook
 
     def _recompute(self, state: SchedulerState, outlook: EngineOutlook) -> None:
         """Recompute the forecast from the current lengths and redistribute the reservations."""
         engine, old = outlook.engine, outlook.forecast
-        forecast = KvForecast(self._width, engine.steps, self.lengths.tables, z=self._z)
+        forecast = KvForecast(self._width, engine.steps, self.lengths.tables)
         names = list(outlook.demands)
         sessions = [state.sessions[name] for name in names]
         progress = [_progress(s, state.estimated_completion(s), outlook) for s in sessions]
@@ -311,61 +407,27 @@ class ReservePolicy:
         outlook.forecast, outlook.refused = forecast, None
         outlook.excess = max(0.0, outlook.excess - max(0.0, float(forecast.mean[0] - old.mean[0])))
 
-    def _overfull(self, state: SchedulerState, name: str) -> bool:
-        """Whether the engine's expected peak exceeds its room."""
-        outlook = self._outlooks[name]
-        if outlook.forecast.peak_mean <= outlook.room:
-            return False
-        outlook = self._outlook(state, name)
-        return outlook.forecast.peak_mean > outlook.room and len(outlook.demands) > 1
-
     # ------------------------------------------------------------------ making room
 
     def _evict_expired(self, state: SchedulerState, now: float) -> bool:
-        """Evict sessions whose tools run for longer than `hold_s`; True if there were any."""
+        """Evict sessions whose tools run for longer than it pays to hold their prefix."""
         evicted = False
-        while self._idle and self._idle[0][0] + self.hold_s <= now:
-            since, name = self._idle.popleft()
+        while self._idle:
+            since, name = self._idle[0]
             session = state.sessions.get(name)
-            if (
-                session is None
-                or session.phase is not Phase.HOLDING
-                or session.holding_since != since
-            ):
+            idle = session is not None and session.phase is Phase.HOLDING
+            if session is None or not idle or session.holding_since != since:
+                self._idle.popleft()
                 continue
             if session.engine is not None:
+                budget = state.engines[session.engine].budget
+                fill_s = state.speeds[session.engine].prefill_s * budget.total
+                if since + state.waits.hold_s(fill_s, self.hold_s) > now:
+                    break
                 self._evict(state, name)
                 evicted = True
+            self._idle.popleft()
         return evicted
-
-    def _evict_younger(
-        self, state: SchedulerState, name: str, session: SessionState
-    ) -> Placement | None:
-        """Evict idle reservations of younger rollouts from an engine without running turns."""
-        home = session.engine
-        for engine_name in sorted(state.serving, key=lambda e: e != home):
-            outlook = self._outlook(state, engine_name)
-            if outlook.engine.running:
-                continue
-            outlook.excess = 0.0  # nothing runs, so nothing is used beyond the reservations
-            outlook.refused = None
-            younger = sorted(
-                ((state.sessions[n].rank, n) for n in outlook.demands if n != name), reverse=True
-            )
-            for rank, other in younger:
-                if engine_name == home and outlook.forecast.peak_mean <= outlook.room:
-                    break
-                if engine_name != home and self._fits(outlook, self._demand(session, outlook)):
-                    break
-                if rank < session.rank:
-                    break
-                self._evict(state, other)
-            if engine_name == home:
-                if outlook.forecast.peak_mean <= outlook.room or len(outlook.demands) == 1:
-                    return state.start(name, home, None)
-            elif self._fits(outlook, demand := self._demand(session, outlook)):
-                return self._start(state, name, outlook, demand)
-        return None
 
     def _evict(self, state: SchedulerState, name: str) -> None:
         engine = state.sessions[name].engine
@@ -379,6 +441,8 @@ def _progress(session: SessionState, completion: int, outlook: EngineOutlook) ->
     return RolloutProgress(session.first_prompt, completion, session.request.limit, shared)
 
 
-def _preference(outlook: EngineOutlook) -> tuple[float, int]:
-    """Least remaining work first, then fewest running turns, then first to join."""
-    return outlook.forecast.work / outlook.engine.budget.total, len(outlook.engine.running)
+def _shrink(engine: EngineState, most: int) -> None:
+    """Reduce all reservations of an engine in proportion to at most this many tokens."""
+    budget = engine.budget
+    factor = max(0.0, (most - len(budget.sessions)) / max(1, budget.reserved))
+    budget.revise({s: max(1, int(factor * budget.held(s))) for s in budget.sessions})

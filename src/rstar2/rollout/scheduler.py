@@ -20,6 +20,7 @@ from rstar2.config import SchedulerConfig
 from rstar2.errors import EngineError, InvariantError
 from rstar2.rollout.forecast import LengthModel
 from rstar2.rollout.policies import make_policy
+from rstar2.rollout.speed import EngineSpeed
 from rstar2.rollout.state import (
     EngineState,
     Eviction,
@@ -64,6 +65,7 @@ class Scheduler:
         if engine in self.state.engines:
             raise InvariantError(f"engine {engine} joined twice")
         self.state.engines[engine] = EngineState(KvBudget(capacity), version)
+        self.state.speeds.setdefault(engine, EngineSpeed())
         self._largest = max(self._largest or 0, self.state.engines[engine].budget.total)
 
     def weights_updated(self, engine: str, version: WeightVersion) -> None:
@@ -90,14 +92,15 @@ class Scheduler:
         self._largest = max(totals, default=None)
         return handed_back
 
-    def load_reported(self, engine: str, load: EngineLoad) -> None:
+    def load_reported(self, engine: str, load: EngineLoad, now: float = 0.0) -> None:
         """An engine reported its load. Reports of unknown (lost) engines are ignored."""
         if engine in self.state.engines:
+            self.state.speeds[engine].report(load, now)
             self.policy.load_reported(self.state, engine, load)
 
     # ------------------------------------------------------------------ sessions
 
-    def submit(self, request: TurnRequest) -> None:
+    def submit(self, request: TurnRequest, now: float = 0.0) -> None:
         """Queue a turn: the session's first, or the next one after its tools returned."""
         largest = self._largest
         if largest is not None and request.limit > largest:
@@ -114,6 +117,8 @@ class Scheduler:
             self.state.sessions[request.session] = session
         elif session.phase is not Phase.HOLDING:
             raise InvariantError(f"{request.session} submitted while it is {session.phase.name}")
+        elif session.intact:
+            self.state.waits.observe(now - session.holding_since)
         session.request = request
         session.tokens = request.prompt_tokens
         self.state.enqueue(request.session)

@@ -25,6 +25,7 @@ from enum import Enum, auto
 from heapq import heappop, heappush
 
 from rstar2.errors import InvariantError
+from rstar2.rollout.speed import EngineSpeed, ToolWaits
 from rstar2.types import EngineCapacity, WeightVersion
 
 Rank = tuple[int, int]
@@ -196,6 +197,9 @@ class SchedulerState:
         self.engines: dict[str, EngineState] = {}
         self.sessions: dict[str, SessionState] = {}
         self.evictions: list[Eviction] = []
+        self.speeds: dict[str, EngineSpeed] = {}
+        """What was learnt of every engine's speed; it stays when an engine is lost."""
+        self.waits = ToolWaits()
         self._begun: list[tuple[Rank, str]] = []
         self._new: list[tuple[Rank, str]] = []
 
@@ -239,6 +243,11 @@ class SchedulerState:
         names = [name for rank, name in sorted(self._begun) if self._current(rank, name)]
         self._begun.clear()
         return names
+
+    @property
+    def new(self) -> int:
+        """Rollouts that have not begun, including some that have ended without beginning."""
+        return len(self._new)
 
     def next_new(self) -> str | None:
         """The oldest rollout that has not begun. It stays in the queue until it starts."""

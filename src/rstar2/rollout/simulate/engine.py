@@ -138,14 +138,17 @@ class SimulatedEngine:
         share = 0.0
         if self._planned and self.next_time > self._start:
             share = min(1.0, (now - self._start) / (self.next_time - self._start))
-        growth = share * self._planned * self._decoding / self.block
-        used = min(self.total, self._used + int(growth))
+        steps = int(share * self._planned)
+        used = min(self.total, self._used + steps * self._decoding // self.block)
         return EngineLoad(
             kv_used=used * self.block,
             running=len(self._running),
             waiting=len(self._waiting),
             preemptions=self.tally.preemptions,
             version=0,
+            steps=self.tally.steps + steps,
+            decoded=self.tally.decoded + steps * self._decoding,
+            prefilled=self.tally.prefilled,
         )
 
     def finish_steps(self, now: float) -> StepEvents:

@@ -80,6 +80,18 @@ class EngineModel:
             + self.pair_s * pairs
         )
 
+    def slowed(self, factor: float) -> EngineModel:
+        """The same engine, `factor` times slower."""
+        return replace(
+            self,
+            name=f"{self.name}/{factor:g}",
+            step_s=self.step_s * factor,
+            sequence_s=self.sequence_s * factor,
+            context_s=self.context_s * factor,
+            prefill_s=self.prefill_s * factor,
+            pair_s=self.pair_s * factor,
+        )
+
     def to_json(self) -> str:
         return msgspec.json.format(msgspec.json.encode(asdict(self)), indent=2).decode()
 
@@ -169,6 +181,7 @@ class Accelerator:
 
 QWEN3_14B = Transformer(parameters=14.8e9, layers=40, kv_heads=8, head_dim=128, heads=40)
 MI300X = Accelerator("MI300X", memory_bytes=192e9, bandwidth=5.3e12, flops=1.307e15)
+H100 = Accelerator("H100", memory_bytes=80e9, bandwidth=3.35e12, flops=0.989e15)
 
 OVERHEAD_BYTES = 6e9
 """Activations, communication buffers and captured graphs per GPU (an estimate)."""

@@ -10,7 +10,6 @@ random draws. Every rollout ends exactly once, or the simulation raises.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
@@ -25,15 +24,6 @@ from rstar2.rollout.timeline import TimelineSpan
 
 REPORT_S = 1.0
 """Interval of the engines' load reports, as when metrics are polled."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineCrash:
-    """The engine crashes at `time` and serves again from `restart`."""
-
-    time: float
-    engine: int
-    restart: float = inf
 
 
 @dataclass(slots=True)
@@ -58,6 +48,8 @@ class SimulationLog:
     moves: int = 0
     evictions: int = 0
     turns: int = 0
+    first_s: dict[str, float] = field(default_factory=dict)
+    """Per rollout: seconds until its first turn had ended."""
     spans: list[TimelineSpan] = field(default_factory=list)
 
 
@@ -70,13 +62,12 @@ class Simulation:
         config: SchedulerConfig,
         *,
         scheduler: Scheduler | None = None,
-        crashes: Iterable[EngineCrash] = (),
         spans: bool = False,
     ) -> None:
         self.workload = workload
         self.scheduler = scheduler or Scheduler(config)
         self.engines = [
-            SimulatedEngine(f"engine-{i}", workload.model) for i in range(workload.engines)
+            SimulatedEngine(f"engine-{i}", model) for i, model in enumerate(workload.engines)
         ]
         self.now = 0.0
         self.log = SimulationLog()
@@ -89,7 +80,7 @@ class Simulation:
         self._left = len(self._rollouts)
         self._order = count()
         self._events: list[tuple[float, int, str, str]] = []
-        for crash in crashes:
+        for crash in workload.crashes:
             name = self.engines[crash.engine].name
             self._at(crash.time, "crash", name)
             if crash.restart < inf:
@@ -134,7 +125,7 @@ class Simulation:
         heappush(self._events, (time, next(self._order), kind, name))
 
     def _join(self, name: str) -> None:
-        capacity = self.workload.model.capacity(self.workload.max_length)
+        capacity = self._by_name[name].model.capacity(self.workload.max_length)
         self.scheduler.join(name, capacity, 0)
 
     def _submit(self, rollout: _SimulatedRollout) -> None:
@@ -142,7 +133,7 @@ class Simulation:
         rollout.asked = self.now
         self._mark(plan.id, "queued", "")
         request = TurnRequest(plan.id, plan.group, rollout.held, plan.limit - rollout.held)
-        self.scheduler.submit(request)
+        self.scheduler.submit(request, self.now)
 
     def _decide(self) -> None:
         decision = self.scheduler.decide(self.now)
@@ -185,6 +176,7 @@ class Simulation:
         rollout.sequence = None
         self.log.turns += 1
         self.log.waits.append(sequence.admitted_at - rollout.asked)
+        self.log.first_s.setdefault(plan.id, self.now)
         truncated = last and plan.truncated
         self.scheduler.turn_ended(plan.id, rollout.held, truncated=truncated, now=self.now)
         if last:
@@ -207,7 +199,7 @@ class Simulation:
 
     def _report(self) -> None:
         for name in self.scheduler.engines:
-            self.scheduler.load_reported(name, self._by_name[name].load(self.now))
+            self.scheduler.load_reported(name, self._by_name[name].load(self.now), self.now)
         self._at(self.now + REPORT_S, "report", "")
 
     def _crash(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Workloads for the simulator: drawn from distributions, or read from a recorded run.
+"""Workloads for the simulator, drawn from distributions. `recorded.py` reads one's own.
 
 A rollout is a prompt and turns; each turn samples tokens, waits for its tools and gets their
 response. A workload is drawn from a seed in advance, so that every policy gets the same work.
@@ -11,24 +11,13 @@ divided between turns by a flat Dirichlet; tool latencies are log-normal, up to 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import log
-from pathlib import Path
-from typing import Any
+from math import inf, log
 
 import numpy as np
 
-from rstar2.errors import UserError
-from rstar2.record import read_groups, read_recipe
-from rstar2.rollout.simulate.model import (
-    EngineFit,
-    EngineModel,
-    MeasuredStep,
-    fit_engine,
-    from_hardware,
-)
-from rstar2.types import Trajectory
+from rstar2.rollout.simulate.model import MI300X, Accelerator, EngineModel, from_hardware
 
 TOOL_DEADLINE_S = 60.0
 """The code environment stops calls that take longer."""
@@ -61,14 +50,23 @@ class RolloutPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineCrash:
+    """The engine crashes at `time` and serves again from `restart`."""
+
+    time: float
+    engine: int
+    restart: float = inf
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
-    """Rollouts and the engines they run on."""
+    """Rollouts, the engines they run on, and the crashes of those engines."""
 
     name: str
     rollouts: tuple[RolloutPlan, ...]
-    model: EngineModel
-    engines: int
+    engines: tuple[EngineModel, ...]
     about: str = ""
+    crashes: tuple[EngineCrash, ...] = ()
 
     @property
     def max_length(self) -> int:
@@ -98,6 +96,27 @@ class WorkloadShape:
     problems: int = 512
     group: int = 32
     engines: int = 16
+    gpu: Accelerator = MI300X
+    tensor_parallel: int = 4
+    kv_tokens: int | None = None
+    """KV tokens per engine instead of what the memory gives."""
+    prompts: tuple[int, int] | None = None
+    """Shortest and longest prompt, log-uniform; without it log-normal around 380."""
+    drift: float = 1.0
+    """The second half of the problems has lengths that are this many times as long."""
+    long_calls: float = 0.0
+    """Share of the tool calls that take `long_call_s` instead."""
+    long_call_s: float = 30.0
+    slower: tuple[float, ...] = ()
+    """How many times slower each engine is than the first kind, repeated over the engines."""
+    kv_factors: tuple[float, ...] = ()
+    """KV of each engine relative to `kv_tokens` or the memory, repeated over the engines."""
+    crashes: tuple[EngineCrash, ...] = ()
+
+    @property
+    def steady(self) -> WorkloadShape:
+        """The same step without drift and crashes, as the step before it was."""
+        return replace(self, drift=1.0, crashes=())
 
 
 _LIGHT = {"problem_sigma": 0.15, "rollout_sigma": 0.15, "mean": 5000}
@@ -149,18 +168,31 @@ def draw_workload(shape: WorkloadShape, seed: int, *, scale: float = 1.0) -> Wor
     median = log(shape.mean) - sigma**2 / 2
     rollouts: list[RolloutPlan] = []
     for problem in range(problems):
-        prompt = int(np.clip(rng.lognormal(log(380), 0.25), 250, 1200))
+        if shape.prompts is None:
+            prompt = int(np.clip(rng.lognormal(log(380), 0.25), 250, 1200))
+        else:
+            prompt = int(np.exp(rng.uniform(*np.log(shape.prompts))))
         hard = rng.normal(0, shape.problem_sigma)
+        drift = shape.drift if 2 * problem >= problems else 1.0
         for member in range(shape.group):
-            wanted = int(np.exp(median + hard + rng.normal(0, shape.rollout_sigma)))
+            wanted = int(drift * np.exp(median + hard + rng.normal(0, shape.rollout_sigma)))
             rollouts.append(_rollout(shape, rng, f"{problem}/{member}", prompt, max(32, wanted)))
-    return Workload(
-        shape.name,
-        tuple(rollouts),
-        from_hardware(memory_share=shape.memory_share),
-        engines,
-        shape.about,
+    models = tuple(_engine(shape, index) for index in range(engines))
+    crashes = tuple(crash for crash in shape.crashes if crash.engine < engines)
+    return Workload(shape.name, tuple(rollouts), models, shape.about, crashes)
+
+
+def _engine(shape: WorkloadShape, index: int) -> EngineModel:
+    model = from_hardware(
+        gpu=shape.gpu,
+        tensor_parallel=shape.tensor_parallel,
+        memory_share=shape.memory_share,
     )
+    kv = float(shape.kv_tokens or model.kv_tokens)
+    if shape.kv_factors:
+        kv *= shape.kv_factors[index % len(shape.kv_factors)]
+    model = replace(model, kv_tokens=int(kv) // model.block_tokens * model.block_tokens)
+    return model.slowed(shape.slower[index % len(shape.slower)]) if shape.slower else model
 
 
 def _rollout(
@@ -171,6 +203,8 @@ def _rollout(
     calls = min(shape.turns - 1, int(rng.poisson(shape.calls * (wanted / shape.mean) ** 0.5)))
     responses = np.clip(rng.lognormal(log(70), 0.8, calls), 8, 512).astype(int)
     latencies = rng.lognormal(log(shape.tool_s) - shape.tool_sigma**2 / 2, shape.tool_sigma, calls)
+    if shape.long_calls:
+        latencies = np.where(rng.random(calls) < shape.long_calls, shape.long_call_s, latencies)
     latencies = np.minimum(latencies, TOOL_DEADLINE_S)
     shares = rng.dirichlet(np.ones(calls + 1))
     turns: list[TurnPlan] = []
@@ -190,109 +224,3 @@ def _rollout(
         turns.append(TurnPlan(sampled, float(latencies[index]), response))
         held += sampled + response
     return RolloutPlan(name, name.split("/")[0], prompt, tuple(turns), shape.limit)
-
-
-# --------------------------------------------------------------------------- recorded
-
-
-def recorded_workload(
-    run: Path, model: EngineModel, *, stage: str, step: int, engines: int | None = None
-) -> Workload:
-    """The rollouts of one recorded RL step, with their recorded lengths and tool latencies."""
-    recipe = read_recipe(run)
-    limit = _limit(run, recipe, stage)
-    plans = [
-        _planned(trajectory, limit)
-        for line in read_groups(run, stage)
-        if line.step == step
-        for trajectory in line.group.trajectories
-        if trajectory.turns
-    ]
-    if not plans:
-        raise UserError(f"{run}: no rollouts of step {step} of {stage} are recorded")
-    count = engines or int(recipe.get("engine", {}).get("count", 1))
-    return Workload(f"{stage}:{step}", tuple(plans), model, count, f"recorded in {run.name}")
-
-
-def _limit(run: Path, recipe: dict[str, Any], stage: str) -> int:
-    """The stage's length limit."""
-    limits = {s["name"]: int(s["max_length"]) for s in recipe.get("rl", {}).get("stages", ())}
-    if stage not in limits:
-        raise UserError(f"{run} has no RL stage {stage!r}; it has {', '.join(limits) or 'none'}")
-    return limits[stage]
-
-
-def _planned(trajectory: Trajectory, limit: int) -> RolloutPlan:
-    turns = tuple(
-        TurnPlan(max(1, len(turn.sampled_ids)), turn.tools_s, len(turn.response_ids))
-        for turn in trajectory.turns
-    )
-    last = replace(turns[-1], tool_s=0.0, response=0)
-    prompt = len(trajectory.prompt_ids)
-    plan = RolloutPlan(
-        trajectory.id,
-        trajectory.group_id,
-        prompt,
-        (*turns[:-1], last),
-        limit,
-        trajectory.truncated,
-    )
-    return replace(plan, limit=max(limit, plan.tokens))
-
-
-def fit_recorded_engine(run: Path, *, stage: str, steps: int = 20) -> EngineFit:
-    """Fit an engine model to the durations of a run's recorded turns.
-
-    A turn of n tokens that took s seconds counts as one measured step of s / n seconds, with the
-    mean number of sequences and the mean context on its engine during the turn, and 1/n of the
-    prompt tokens of the turns that started there during it.
-    """
-    recipe = read_recipe(run)
-    _limit(run, recipe, stage)
-    engine = recipe.get("engine", {})
-    embedded = engine.get("kind") == "embedded"
-    model = EngineModel(
-        name=f"{run.name}/{stage}",
-        kv_tokens=int(engine.get("kv_tokens", 65_536)),
-        max_sequences=int(engine.get("max_sequences", 256)),
-        block_tokens=1 if embedded else 16,  # the embedded engine reuses a prefix to the token
-        forgets=embedded,
-    )
-    groups = [line for line in read_groups(run, stage) if line.step <= steps]
-    rows = [
-        row
-        for step in sorted({line.step for line in groups})
-        for row in _measured([t for g in groups if g.step == step for t in g.group.trajectories])
-    ]
-    if not rows:
-        raise UserError(f"{run}: no turns of {stage} are recorded; give --engine FILE")
-    return fit_engine(model, rows)
-
-
-def _measured(trajectories: list[Trajectory]) -> Iterator[MeasuredStep]:
-    """One measured step per turn, with the other sequences on its engine."""
-    turns: dict[str, list[tuple[float, float, int, int, int]]] = {}
-    for trajectory in trajectories:
-        held = len(trajectory.prompt_ids)
-        for turn in trajectory.turns:
-            start = trajectory.started_at + turn.started_s + turn.queue_s
-            sampled = len(turn.sampled_ids)
-            if sampled > 1 and turn.generate_s > 0:
-                row = (start, start + turn.generate_s, held, sampled, held - turn.cached_tokens)
-                turns.setdefault(turn.engine, []).append(row)
-            held += sampled + len(turn.response_ids)
-    for rows in turns.values():
-        table = np.array(rows)
-        table = table[table[:, 0].argsort()]
-        starts, ends, held_, sampled_ = table[:, 0], table[:, 1], table[:, 2], table[:, 3]
-        prefilled = np.concatenate([[0.0], np.cumsum(np.maximum(0, table[:, 4]))])
-        for start, end, _, sampled, _ in rows:
-            first, last = np.searchsorted(starts, (start, end))
-            overlap = np.clip(np.minimum(ends, end) - np.maximum(starts, start), 0, None)
-            share = overlap / (end - start)
-            yield MeasuredStep(
-                batch=round(float(share.sum())),
-                context=round(float((share * (held_ + sampled_ / 2)).sum())),
-                seconds=(end - start) / sampled,
-                prefill=round(float(prefilled[last] - prefilled[first]) / sampled),
-            )
