@@ -196,12 +196,13 @@ def test_thread_that_cannot_be_stopped_costs_only_its_call(cell: Cell, session: 
 
 def test_session_process_cannot_give_up_to_end_with_its_worker(cell: Cell, session: str) -> None:
     code = (
-        "import ctypes, platform\nlibc = ctypes.CDLL(None)\n"
+        "import ctypes, platform\nlibc = ctypes.CDLL(None, use_errno=True)\n"
         "n = {'x86_64': 317, 'aarch64': 277}[platform.machine()]\n"
-        "[libc.prctl(1, 0, 0, 0, 0), libc.prctl(1, 15, 0, 0, 0), libc.prctl(4, 1, 0, 0, 0),"
-        " libc.syscall(n, 1, 0, 0)]"
+        "[(call(), ctypes.get_errno()) for call in (\n"
+        "    lambda: libc.prctl(1, 0, 0, 0, 0), lambda: libc.prctl(1, 15, 0, 0, 0),\n"
+        "    lambda: libc.prctl(4, 1, 0, 0, 0), lambda: libc.syscall(n, 1, 0, 0))]"
     )
-    assert cell.run(code, session=session)["value"] == "[-1, -1, -1, -1]"
+    assert cell.run(code, session=session)["value"] == str([(-1, 1)] * 4)
     assert cell.run("x = 1\nx", session=session)["value"] == "1"
 
 
