@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 
 import pytest
 import pytest_asyncio
 
 from rstar2.codeenv.client.client import CodeEnvClient
+from rstar2.codeenv.protocol import RunRequest, SessionInfo, VerifyRequest, VerifyResult
 from rstar2.config import CodeEnvConfig
 from rstar2.environments.reasoning_gym import ReasoningGym, Scorer, create_dataset, split_of
 from rstar2.errors import DataError, UserError
-from rstar2.types import Failure, Problem, Reward
+from rstar2.types import Failure, Outcome, Problem, Reward, ToolResult
 
 FAMILIES = ["gcd", "lcm", "binary_matrix"]
 DEADLINE_S = 300.0
@@ -142,3 +146,66 @@ async def test_a_lost_session_is_opened_again(sandbox: CodeEnvClient) -> None:
     assert isinstance(strange, Failure)
     assert "does not generate the same question" in strange.message
     await scorer.close()
+
+
+# --------------------------------------------------------------------------- the queue
+
+
+@dataclass
+class OneSlowAnswer:
+    """A code environment in which the answer `slow` takes until `release` is set."""
+
+    release: asyncio.Event = field(default_factory=asyncio.Event)
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+    opened: list[str] = field(default_factory=list)
+    closed: list[str] = field(default_factory=list)
+
+    async def open_session(
+        self, session: str | None = None, ttl_s: float | None = None
+    ) -> SessionInfo:
+        self.opened.append(f"s{len(self.opened)}")
+        return SessionInfo(self.opened[-1], 60.0)
+
+    async def close_session(self, session: str) -> None:
+        self.closed.append(session)
+
+    async def run(self, request: RunRequest) -> ToolResult:
+        given = json.loads(request.stdin or "{}")
+        if given.get("answer") == "slow":
+            self.started.set()
+            await self.release.wait()
+        return ToolResult(request.id, Outcome.OK, stdout=f"{given.get('nonce')} 1.0\n")
+
+    async def verify(self, request: VerifyRequest) -> VerifyResult:
+        raise AssertionError("reasoning-gym has its own scorers")
+
+
+PROBLEM = Problem("p", "q", "a", kind="gcd", meta={"seed": 1, "index": 2, "question": "q"})
+
+
+@pytest.mark.asyncio
+async def test_a_slow_answer_does_not_use_up_the_deadline_of_others() -> None:
+    sandbox, scorer = OneSlowAnswer(), Scorer({"gcd": {}})
+    slow = asyncio.ensure_future(scorer.score(sandbox, PROBLEM, "slow", DEADLINE_S))
+    await sandbox.started.wait()
+    quick = [await scorer.score(sandbox, PROBLEM, "quick", DEADLINE_S) for _ in range(3)]
+    assert quick == [Reward(1.0, "quick", "reasoning-gym")] * 3
+    assert not slow.done()
+    sandbox.release.set()
+    assert await slow == Reward(1.0, "slow", "reasoning-gym")
+    await scorer.close()
+    assert sandbox.closed == sandbox.opened == ["s0", "s1"]
+
+
+@pytest.mark.asyncio
+async def test_a_deadline_that_passes_in_the_queue_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rstar2.environments.reasoning_gym.MAX_SESSIONS", 1)
+    sandbox, scorer = OneSlowAnswer(), Scorer({"gcd": {}})
+    slow = asyncio.ensure_future(scorer.score(sandbox, PROBLEM, "slow", DEADLINE_S))
+    await sandbox.started.wait()
+    late = await scorer.score(sandbox, PROBLEM, "quick", 0.01)
+    assert late == Failure(
+        "deadline", "p: no score within 0.01 s: 1 answers were before it in the queue"
+    )
+    sandbox.release.set()
+    assert isinstance(await slow, Reward)

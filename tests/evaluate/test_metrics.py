@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from rstar2.evaluate.metrics import at_least_one, average_at_k, bootstrap, summarise, wilson
+from rstar2.pipeline.step_metrics import rollout_metrics
 from rstar2.types import (
     Group,
     Outcome,
     Problem,
     Reward,
     StopReason,
+    TokenSegment,
     ToolCall,
     ToolResult,
     Trajectory,
@@ -110,3 +113,14 @@ def test_any_rewards_have_an_interval() -> None:
     estimate = average_at_k([group("k", rollout(reward)) for reward in (-2.0, 0.5, 3.0)])
     assert estimate.mean == 0.5
     assert estimate.low < 0.5 < estimate.high
+
+
+def test_all_segments_of_a_rollout_count() -> None:
+    """An agent program that rewrites its history: its rollout has several segments."""
+    single = rollout(1.0)
+    whole = replace(single, more_segments=(TokenSegment((3,), single.turns * 2),))
+    assert (whole.completion_tokens, len(whole.all_turns)) == (9, 3)
+    figures = summarise([group("", whole)], stage="s", step=0, mode="greedy")
+    assert (figures.mean_length, figures.mean_turns) == (9, 3)
+    metrics = rollout_metrics([single, whole])
+    assert (metrics["response_length"], metrics["turns"]) == (6, 2)

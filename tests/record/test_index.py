@@ -19,6 +19,7 @@ from rstar2.types import (
     Reward,
     Selection,
     StopReason,
+    TokenSegment,
     TokenValues,
     ToolCall,
     ToolResult,
@@ -86,6 +87,21 @@ def test_written_and_derived_entries_are_equal(tmp_path: Path) -> None:
     assert rollout.turns[0].engine == "e0"
     assert rollout.turns[0].generate_s == 1.25
     assert (empty.name, empty.tokens, empty.entropy) == ("1~2", 0, None)
+
+
+def test_all_segments_of_a_rollout_are_indexed(tmp_path: Path) -> None:
+    name = "stage1/1/0"
+    made = group(name, 1)
+    first, other = made.trajectories
+    segments = (TokenSegment((3,), first.turns), TokenSegment((4,), first.turns[1:]))
+    made = replace(made, trajectories=(replace(first, more_segments=segments), other))
+    with RunDirectory.create_or_resume(tmp_path / "run", RECIPE) as run:
+        run.trajectories("stage1", 1, made, selection(name))
+    (entry,) = from_index(tmp_path / "run")
+    assert entry == from_lines(tmp_path / "run")[0]
+    rollout = entry.rollouts[0]
+    assert (rollout.tokens, rollout.sampled, len(rollout.turns)) == (13, 7, 5)
+    assert rollout.outcomes == ("exception", "exception")
 
 
 def test_rewinding_keeps_index_and_lines_together(tmp_path: Path) -> None:

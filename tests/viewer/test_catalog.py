@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 
 from rstar2.record import RunDirectory, read_groups
 from rstar2.record.read import FileTail, FollowedRecords
+from rstar2.types import TokenSegment, TokenValues
 from rstar2.viewer.catalog import Catalog, StageReader
+from rstar2.viewer.detail import rollout, tokens
 from rstar2.viewer.run import ViewedRun
-from tests.viewer.nasty import recipe, write_plain, write_step
+from tests.viewer.nasty import group_of, recipe, write_plain, write_step
 
 
 def reader_of(catalog: Catalog, stage: str) -> StageReader:
@@ -194,3 +197,29 @@ def test_status_is_that_of_the_writer(
     with RunDirectory.create_or_resume(tmp_path / "run", recipe()) as run:
         run.event("finished")
     assert read_run(tmp_path / "run").status == "finished"
+
+
+def test_all_segments_of_a_rollout_are_shown(tmp_path: Path) -> None:
+    name = "stage1/1/0"
+    made, selection = group_of(name, 1)
+    first, *others = made.trajectories
+    more = (TokenSegment((3, 4, 5), first.turns[:1]), TokenSegment((6,), first.turns[1:]))
+    made = replace(made, trajectories=(replace(first, more_segments=more), *others))
+    values = [
+        TokenValues(name + "/0" + suffix, (old,) * n, (old,) * n)
+        for suffix, old, n in (("", -1.0, 5), ("#1", -2.0, 3), ("#2", -3.0, 2))
+    ]
+    with RunDirectory.create_or_resume(tmp_path / "run", recipe()) as run:
+        run.trajectories("stage1", 1, made, selection)
+        run.tokens("stage1", 1, values)
+        run.metrics("stage1", 1, {"reward": 0.5})
+    viewed = ViewedRun(tmp_path / "run", "run")
+    viewed.refresh()
+    shown = rollout(viewed, f"{name}/0")
+    assert [turn["sampled"] for turn in shown["turns"]] == [3, 2, 3, 2]
+    table = tokens(viewed, f"{name}/0")
+    assert table["source"] == "pp" + "sss" + "tt" + "ss" + "ppp" + "sss" + "tt" + "p" + "ss"
+    assert len(table["ids"]) == len(table["pieces"]) == len(table["source"])
+    assert len(table["logprob"]) == len(table["kind"]) == 10
+    assert table["turn"] == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3]
+    assert table["old"] == [-1.0] * 5 + [-2.0] * 3 + [-3.0] * 2
