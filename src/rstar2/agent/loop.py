@@ -253,24 +253,16 @@ class _TokenLoop:
         return self._respond(replace(turn, reply=reply))
 
     async def _generate(self, index: int) -> Generation:
-        sampling = Sampling(
+        return await sample_turn(
+            self.generator,
+            self.ids,
+            self.spec.sampling,
+            self.template,
             max_new_tokens=self.spec.max_length - len(self.ids),
-            temperature=self.spec.sampling.temperature,
-            top_p=self.spec.sampling.top_p,
-            top_k=self.spec.sampling.top_k,
-            stop_ids=self.template.stop_ids,
             seed=derive_seed(self.seed, index),
+            session=self.id,
+            deadline_s=self.agent.generate_deadline_s,
         )
-        deadline = self.agent.generate_deadline_s
-        try:
-            async with asyncio.timeout(deadline + GRACE_S):
-                generation = await self.generator.generate(
-                    self.ids, sampling, session=self.id, deadline_s=deadline
-                )
-        except TimeoutError as error:
-            raise DeadlineError(f"no turn within {deadline + GRACE_S:g} s") from error
-        check_generation(generation, sampling)
-        return generation
 
     def _respond(self, turn: Turn) -> tuple[Turn, StopReason | None]:
         """Append the tool responses or the reply, if there is room for another token after it."""
@@ -292,6 +284,37 @@ class _TokenLoop:
         before, self.ids = self.ids, self.ids + sampled + response
         if self.ids[: len(before)] != before or len(self.ids) > self.spec.max_length:
             raise InvariantError(f"{self.id}: a turn's prompt must extend the one before it")
+
+
+async def sample_turn(
+    generator: Generator,
+    ids: Sequence[int],
+    how: SamplingConfig,
+    template: Template,
+    *,
+    max_new_tokens: int,
+    seed: int,
+    session: str,
+    deadline_s: float,
+) -> Generation:
+    """Sample one turn after `ids`, and check that it has what training needs."""
+    sampling = Sampling(
+        max_new_tokens=max_new_tokens,
+        temperature=how.temperature,
+        top_p=how.top_p,
+        top_k=how.top_k,
+        stop_ids=template.stop_ids,
+        seed=seed,
+    )
+    try:
+        async with asyncio.timeout(deadline_s + GRACE_S):
+            generation = await generator.generate(
+                ids, sampling, session=session, deadline_s=deadline_s
+            )
+    except TimeoutError as error:
+        raise DeadlineError(f"no turn within {deadline_s + GRACE_S:g} s") from error
+    check_generation(generation, sampling)
+    return generation
 
 
 def check_generation(generation: Generation, sampling: Sampling) -> None:

@@ -40,8 +40,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rstar2.agent.episodes import GRACE_S, failure_of
-from rstar2.agent.loop import RolloutSpec, check_generation, release_session
+from rstar2.agent.episodes import failure_of
+from rstar2.agent.loop import RolloutSpec, release_session, sample_turn
 from rstar2.agent.template import Template
 from rstar2.endpoint.chat import (
     ChatChoice,
@@ -57,7 +57,7 @@ from rstar2.endpoint.segments import ChatMessage, ChatPrompt, RolloutTokens, cut
 from rstar2.engine.base import Generator
 from rstar2.errors import DeadlineError, EngineError, InfrastructureError, InvariantError
 from rstar2.seeds import derive_seed
-from rstar2.types import Failure, Finish, Generation, Sampling, StopReason, Turn
+from rstar2.types import Failure, Finish, Generation, StopReason, Turn
 
 HOST = "127.0.0.1"
 MODEL = "policy"
@@ -170,24 +170,18 @@ class RolloutEndpoint:
                 f"rollout has at most {self.spec.max_length}",
                 StopReason.MAX_LENGTH,
             )
-        sampling = Sampling(
-            max_new_tokens=min(room, request.max_tokens or room),
-            temperature=self.spec.sampling.temperature,
-            top_p=self.spec.sampling.top_p,
-            top_k=self.spec.sampling.top_k,
-            stop_ids=self.template.stop_ids,
-            seed=derive_seed(self.seed, number),
-        )
         session = f"{self.id}#{prompt.session}" if prompt.session else self.id
         self.sessions.add(session)
-        try:
-            async with asyncio.timeout(self.deadline_s + GRACE_S):
-                generation = await self.generator.generate(
-                    prompt.ids, sampling, session=session, deadline_s=self.deadline_s
-                )
-        except TimeoutError as error:
-            raise DeadlineError(f"no turn within {self.deadline_s + GRACE_S:g} s") from error
-        check_generation(generation, sampling)
+        generation = await sample_turn(
+            self.generator,
+            prompt.ids,
+            self.spec.sampling,
+            self.template,
+            max_new_tokens=min(room, request.max_tokens or room),
+            seed=derive_seed(self.seed, number),
+            session=session,
+            deadline_s=self.deadline_s,
+        )
         if generation.finish is Finish.CANCELLED:
             raise EngineError("the engine cancelled the request")
         return generation
