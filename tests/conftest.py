@@ -28,7 +28,7 @@ SPREAD = ("e2e",)
 
 SERVED = {
     *("codeenv/test_served_executor.py", "codeenv/test_release_format.py"),
-    "trainers/test_examples.py",
+    *("trainers/test_examples.py", "cli/test_chat.py"),
 }
 """Files that share the server of `served_url`: all of them run on one worker."""
 

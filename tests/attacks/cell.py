@@ -18,6 +18,7 @@ import fcntl
 import os
 import signal
 import socket
+import stat
 import struct
 import sys
 import tempfile
@@ -114,7 +115,7 @@ def init(variant: str, base: Path) -> NoReturn:
 
 def build_root(base: Path, variant: str) -> None:
     """An overlay of the host's root that discards writes, with a new /proc, /dev and /tmp."""
-    private, recursive, bind = 1 << 18, 16384, 4096
+    private, recursive = 1 << 18, 16384
     paths = (*confine.readable_paths(), str(HERE.parents[1]))
     needed = sorted(path for path in paths if Path(path).exists())  # parents first
     mount("none", "/", None, private | recursive)
@@ -133,8 +134,7 @@ def build_root(base: Path, variant: str) -> None:
     mount("proc", root / "proc", "proc")
     mount("dev", root / "dev", "tmpfs", 0, "size=1m,mode=755")
     for name in ("null", "zero", "full", "random", "urandom"):
-        (root / "dev" / name).touch()
-        mount(f"/dev/{name}", root / "dev" / name, None, bind)
+        make_device(Path("/dev", name), root / "dev" / name)
     (root / "dev/shm").mkdir()
     mount("shm", root / "dev/shm", "tmpfs", 0, "size=64m,mode=1777")
     (root / "srv/cell").mkdir(parents=True)
@@ -148,6 +148,19 @@ def build_root(base: Path, variant: str) -> None:
     syscalls.call("pivot_root", b".", b".")
     syscalls.checked(syscalls.libc.umount2(b".", 2), "umount2")
     os.chdir("/")
+
+
+def make_device(device: Path, path: Path) -> None:
+    """A device file of the cell's own, so that no cell sees the file locks of another one.
+
+    Only root can make one. An ordinary user's cell gets the machine's own file.
+    """
+    if os.geteuid() == 0:
+        os.mknod(path, stat.S_IFCHR | 0o666, device.stat().st_rdev)
+        path.chmod(0o666)
+    else:
+        path.touch()
+        mount(str(device), path, None, 4096)
 
 
 def show(path: str, root: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+from pathlib import Path
+
 import pytest
 
 from tests.attacks.attacker import Cell
@@ -106,3 +110,12 @@ def test_directory_that_cannot_be_counted_ends_the_call(cell: Cell) -> None:
         scratch_mb=16,
     )
     assert result["outcome"] in ("exception", "killed")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make device files")
+def test_file_locks_outside_the_cell_have_no_effect_in_it(cell: Cell) -> None:
+    """Several cells run at the same time, and programs lock their standard input, /dev/null."""
+    with Path("/dev/null").open() as outside:
+        fcntl.flock(outside, fcntl.LOCK_SH)
+        result = cell.run("import fcntl\nfcntl.flock(0, fcntl.LOCK_EX | fcntl.LOCK_NB)\nprint(1)")
+    assert result["stdout"] == "1\n", result

@@ -127,8 +127,11 @@ def test_exports_that_the_recipe_does_not_know_are_not_chosen_by_chance(tmp_path
 
 
 @pytest.mark.slow
-def test_a_tiny_model_chats(tiny_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tiny_model_chats(
+    tiny_dir: Path, served_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["chat", "--model", str(tiny_dir), "--system", "none", "--max-length", "64"]
+    arguments += ["--codeenv", served_url]
     with pytest.raises(SystemExit) as exit_:
         main([*arguments, "--json", "What is 6 times 7?"])
     assert exit_.value.code == 0

@@ -22,6 +22,8 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared._httpx_utils import create_mcp_http_client
 from mcp.types import CallToolResult, TextContent
 
+from rstar2.cli import main
+from rstar2.codeenv import deadlines
 from rstar2.codeenv.client import CodeEnvClient
 from rstar2.codeenv.protocol import SessionInfo
 from rstar2.config import CodeEnvConfig
@@ -250,11 +252,19 @@ async def test_the_command_starts_a_code_environment_of_its_own() -> None:
     ],
 )
 @pytest.mark.slow
-def test_what_cannot_be_served_is_one_message(arguments: tuple[str, ...], part: str) -> None:
-    done = subprocess.run([*CODEENV, *arguments], capture_output=True, text=True, timeout=START_S)
-    assert done.returncode
-    assert part in done.stderr
-    assert "Traceback" not in done.stderr
+def test_what_cannot_be_served_is_one_message(
+    arguments: tuple[str, ...],
+    part: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deadlines, "CONNECT_S", 0.1)
+    with pytest.raises(SystemExit) as ended:
+        main(["codeenv", *arguments])
+    assert ended.value.code
+    errors = capfd.readouterr().err
+    assert part in errors
+    assert "Traceback" not in errors
 
 
 def test_without_the_extra_the_command_says_so_in_one_line() -> None:

@@ -10,6 +10,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from tests.agent.agent_fakes import ScriptedGenerator
 
 CITIES = [{"prompt": "How many people live in Rome?", "answer": 4, "city": "Rome"}]
 CONFIG = TemplateConfig(system="none", instruction="none")
+tokenizer = cache(make_tokenizer)
 
 
 @rstar2.tool

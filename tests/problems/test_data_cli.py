@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 from rstar2.cli.data import app
 from rstar2.cli.data_shared import named_source
 from rstar2.errors import UserError
-from rstar2.learner.tiny import make_tiny
 from tests.chat_server import chat_server
 
 DEADLINE_S = 170
@@ -177,12 +176,11 @@ async def test_agreement_resumes_after_kill_9_and_asks_nothing_twice(tmp_path: P
 
 
 @pytest.mark.slow
-def test_difficulty_asks_a_local_model_by_the_agent_loop(tmp_path: Path) -> None:
-    make_tiny(tmp_path / "model", seed=0)
+def test_difficulty_asks_a_local_model_by_the_agent_loop(tmp_path: Path, tiny_dir: Path) -> None:
     rows = [{"prompt": f"What is {i} + {i}?", "answer": 2 * i, "grader": "integer"} for i in (3, 4)]
     path = write(tmp_path / "problems.jsonl", *rows)
     card = run(
-        *("difficulty", path, "--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")),
+        *("difficulty", path, "--model", str(tiny_dir), "--out", str(tmp_path / "out")),
         *("--samples", "2", "--max-length", "160", "--max-turns", "1", "--no-tools"),
         "--all-samples",
     )

@@ -10,19 +10,11 @@ import pytest
 
 from rstar2.config import SchedulerConfig
 from rstar2.engine.embedded import EmbeddedEngine
-from rstar2.learner.tiny import make_tiny
 from rstar2.rollout.fleet import Fleet
 from rstar2.rollout.scheduler import Scheduler
 from rstar2.types import Generation, Sampling
 
 ROLLOUTS = 40
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny")
-    make_tiny(path, 0)
-    return path
 
 
 async def rollout(fleet: Fleet, index: int) -> list[Generation]:
@@ -45,9 +37,9 @@ async def rollout(fleet: Fleet, index: int) -> list[Generation]:
 
 
 @pytest.mark.slow
-async def test_logprobs_are_equal_to_the_bit_in_any_company(model: Path) -> None:
+async def test_logprobs_are_equal_to_the_bit_in_any_company(tiny_dir: Path) -> None:
     engines = [
-        EmbeddedEngine(model, kv_tokens=32768, max_sequences=64, max_length=256, name=name)
+        EmbeddedEngine(tiny_dir, kv_tokens=32768, max_sequences=64, max_length=256, name=name)
         for name in ("one", "two")
     ]
     fleet = Fleet(engines, Scheduler(SchedulerConfig()))

@@ -243,6 +243,7 @@ def mcp(
     """
     extras.need("mcp", feature="rstar2 codeenv mcp")
     from rstar2 import mcp as serving
+    from rstar2.codeenv.server.serve import check_exposure
 
     limits = _with_cpu(limits)
     token = _token(token_file)
@@ -252,6 +253,9 @@ def mcp(
         slots=slots, sessions=sessions, session_ttl_s=session_ttl_s,
         session_memory_mb=session_memory_mb, cap=_raised(CONFIG.cap, limits),
     )  # fmt: skip
+
+    if http:
+        check_exposure(listen)  # before seconds pass
 
     async def main() -> None:
         async with _client(config) as client:

@@ -122,7 +122,8 @@ async def _prepare(
     with bar("problems") as show:
         if not verify:
             return await prepare(sources, steps, out, progress=show)
-        async with await CodeEnvClient.start(CodeEnvConfig()) as client:
+        grading = CodeEnvConfig(warm_up="never")  # it runs no programs
+        async with await CodeEnvClient.start(grading) as client:
             return await prepare(sources, steps, out, verifier=client, progress=show)
 
 

@@ -243,7 +243,8 @@ def rescored(path: Path, on: list[str]) -> Path:
         with AnswerProgress(progress, total, 0) as shown:
 
             async def work() -> Any:
-                tools = await CodeEnvClient.start(CodeEnvConfig())
+                grading = CodeEnvConfig(warm_up="never")  # it runs no programs
+                tools = await CodeEnvClient.start(grading)
                 try:
                     return await rescore(path, sets, settings.samples, tools, shown.answered)
                 finally:
