@@ -1,14 +1,19 @@
-"""The examples of this page work: recipe, problems, demonstrations, and a rollout of each agent."""
+"""The examples of this page work: recipe, problems, demonstrations, and a rollout of each agent.
+
+`mcp_calculator` and `verifiers_reverse` name a server and a taskset that other projects publish.
+Here a server and a taskset of the tests take their places.
+"""
 
 from __future__ import annotations
 
+import sys
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from rstar2.agent.loop import AgentLoop, RolloutSpec
-from rstar2.config import AgentConfig, SamplingConfig, load_recipe
+from rstar2.config import AgentConfig, Recipe, SamplingConfig, load_recipe
 from rstar2.environments.environment import Environment
 from rstar2.environments.load import load_environment, recipe_problems
 from rstar2.rollout.groups import GroupRunner
@@ -16,16 +21,31 @@ from tests.endpoint.scripted import ScriptedGenerator, tiny_template
 
 pytestmark = pytest.mark.slow
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+HERE = Path(__file__).resolve()
+EXAMPLES = HERE.parents[2] / "examples"
+SERVER = f"stdio:{sys.executable} {HERE.parents[1] / 'environments' / 'mcp_server.py'}"
+REPLACED = {
+    "mcp_calculator": [f"environment.args.server={SERVER}"],
+    "verifiers_reverse": ["environment.args.id=letters_taskset"],
+}
 TEMPLATE = tiny_template()
+
+
+@pytest.fixture(autouse=True)
+def _modules_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HERE.parent))
+
+
+def example(name: str) -> Recipe:
+    return load_recipe(EXAMPLES / f"{name}.yaml", REPLACED.get(name, ())).recipe
 
 
 @pytest.mark.parametrize(
     "name",
-    ["openai_agent", "verifiers_reverse", "mcp_friends", "reasoning_gym", "reasoning_gym_tools"],
+    ["openai_agent", "verifiers_reverse", "mcp_calculator", "reasoning_gym", "reasoning_gym_tools"],
 )
 async def test_an_example_has_problems_and_demonstrations_that_fit(name: str) -> None:
-    recipe = load_recipe(EXAMPLES / f"{name}.yaml").recipe
+    recipe = example(name)
     environment = load_environment(recipe.environment, recipe.template)
     train = recipe_problems(recipe, environment, "train")
     heldout = recipe_problems(recipe, environment, "heldout")
@@ -42,21 +62,22 @@ async def test_an_example_has_problems_and_demonstrations_that_fit(name: str) ->
 def say(prompt: str) -> str:
     """What a perfect model answers in the examples."""
     question = prompt.rsplit("<|im_start|>user\n", 1)[1].split("<|im_end|>")[0]
-    if question.startswith("Reverse: "):
-        return " ".join(reversed(question.split()[1:]))
     if question.startswith("Which is larger"):
         return max(word.strip("?") for word in question.split() if word.strip("?").isdecimal())
-    if question.startswith("Are "):
-        _, a, _, b, _ = question.split()
-        call = f'{{"name": "friends", "arguments": {{"a": {a}, "b": {b}}}}}'
+    if question.startswith("What is"):
+        a, b = (word.strip("?") for word in question.split() if word.strip("?").isdecimal())
+        signs = {"times": "*", "sum": "+", "minus": "-", "remainder": "%"}
+        sign = next(sign for word, sign in signs.items() if word in question)
+        call = f'{{"name": "calculate", "arguments": {{"expression": "{a}{sign}{b}"}}}}'
         return f"<tool_call>\n{call}\n</tool_call>"
-    assert question.startswith("<tool_response>")
-    return question.split("\n")[1]
+    if question.startswith("<tool_response>"):
+        return question.split("\n")[1]
+    return f"<reversed_text>{question[::-1]}</reversed_text>"
 
 
-@pytest.mark.parametrize("name", ["openai_agent", "verifiers_reverse", "mcp_friends"])
+@pytest.mark.parametrize("name", ["openai_agent", "verifiers_reverse", "mcp_calculator"])
 async def test_the_agents_of_the_examples_are_rewarded_for_the_right_answer(name: str) -> None:
-    recipe = load_recipe(EXAMPLES / f"{name}.yaml").recipe
+    recipe = example(name)
     environment = load_environment(recipe.environment, recipe.template)
     loop = AgentLoop(environment, ScriptedGenerator(TEMPLATE, say), None, TEMPLATE, AgentConfig())
     problem = recipe_problems(recipe, environment, "train")[0]

@@ -29,8 +29,9 @@ TEMPLATE = tiny_template()
 @pytest.fixture
 def reverse(monkeypatch: pytest.MonkeyPatch) -> VerifiersEnvironment:
     monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
     module = importlib.import_module("verifiers_reverse")
-    environment = module.environment()
+    environment = module.environment("letters_taskset")
     assert isinstance(environment, VerifiersEnvironment)
     return environment
 
@@ -57,8 +58,8 @@ async def rollout(
 
 
 def reversed_letters(prompt: str) -> str:
-    letters = prompt.split("Reverse: ")[1].split("<|im_end|>")[0].split()
-    return " ".join(reversed(letters))
+    word = prompt.split("<|im_start|>user\n")[1].split("<|im_end|>")[0]
+    return f"<reversed_text>{word[::-1]}</reversed_text>"
 
 
 async def test_episodes_have_the_environments_own_reward(reverse: VerifiersEnvironment) -> None:
@@ -68,13 +69,14 @@ async def test_episodes_have_the_environments_own_reward(reverse: VerifiersEnvir
     )
     assert [t.failure for t in right] == [None] * 6
     assert [t.reward.value for t in right if t.reward] == [1.0] * 6
-    half = await rollout(
-        reverse, problems[0], lambda p: " ".join(reversed_letters(p).split()[:1] * 3)
+    last = problems[0].prompt[-1]
+    third = await rollout(
+        reverse, problems[0], lambda _: f"<reversed_text>{last * 3}</reversed_text>"
     )
-    assert half.reward is not None
-    assert half.reward.value == pytest.approx(1 / 3)
-    assert half.stop is StopReason.ANSWERED
-    assert TEMPLATE.decode(half.prompt_ids).startswith("<|im_start|>user\nReverse: ")
+    assert third.reward is not None
+    assert third.reward.value == pytest.approx(1 / 3)
+    assert third.stop is StopReason.ANSWERED
+    assert TEMPLATE.decode(third.prompt_ids).startswith(f"<|im_start|>user\n{problems[0].prompt}")
     await reverse.close()
 
 
@@ -116,7 +118,7 @@ async def test_a_broken_scorer_after_a_limit_is_no_reward(
 def test_the_splits_are_disjoint_and_repeat(reverse: VerifiersEnvironment) -> None:
     train = {p.prompt for p in reverse.problems("train", None, 0)}
     heldout = {p.prompt for p in reverse.problems("heldout", None, 0)}
-    assert len(train) + len(heldout) == 8 * 7 * 6
+    assert len(train) + len(heldout) == 9 * 8 * 7
     assert not train & heldout
     assert reverse.problems("train", 5, 0) == reverse.problems("train", 5, 1)
 
@@ -163,7 +165,7 @@ async def test_closing_has_a_deadline(
     ("arguments", "message"),
     [
         ({"id": "no-such-taskset"}, "no-such-taskset"),
-        ({"id": "verifiers_reverse", "taskset": {"colour": "red"}}, "colour"),
+        ({"id": "letters_taskset", "taskset": {"dataset_name": "x", "colour": "red"}}, "colour"),
     ],
 )
 def test_a_wrong_taskset_is_the_users_error(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 
@@ -16,6 +17,15 @@ POPULATION = {"Oslo": 709_037, "Bergen": 291_940}
 def population(city: str) -> int:
     """How many people live in a city of Norway."""
     return POPULATION[city]
+
+
+@server.tool()
+def calculate(expression: str) -> str:
+    """The value of two numbers with an operator between them, as in 7*6."""
+    operators = {"+": operator.add, "-": operator.sub, "*": operator.mul, "%": operator.mod}
+    sign = next(sign for sign in operators if sign in expression)
+    a, b = expression.split(sign)
+    return str(operators[sign](int(a), int(b)))
 
 
 @server.tool()
