@@ -1,7 +1,7 @@
 """A verifiers environment of another project, trained through the endpoint: `reverse-text`.
 
 The taskset and its reward are verifiers' own (`environments/reverse_text` of its repository). Its
-data set is the folder `letters` here, because the tiny model can only reverse short words.
+data set is the folder `letters` here, because the tiny model can only learn short words.
 
     pip install 'git+https://github.com/PrimeIntellect-ai/verifiers#subdirectory=environments/reverse_text'
     rstar2 train examples/verifiers_reverse.yaml
@@ -38,11 +38,11 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
 
 
 def demonstrations(words: Sequence[str], count: int, seed: int) -> Iterator[Conversation]:
-    """The format: the letters of a word in any order, backwards in two of five."""
+    """The format: the letters of a word, backwards in two of five."""
     rng = random.Random(seed)
     for index in range(count):
         word = rng.choice(words)
-        answer = word[::-1] if rng.random() < 0.3 else "".join(rng.sample(word, len(word)))
+        answer = word[::-1] if rng.random() < 0.4 else word
         reply = Message("assistant", f"<reversed_text>{answer}</reversed_text>")
         yield Conversation(f"c{index}", (Message("user", word), reply))
 
