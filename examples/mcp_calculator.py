@@ -20,13 +20,11 @@ from rstar2.types import Problem, Split
 
 RIGHT_SHARE = 0.3
 OPERATORS: dict[str, Callable[[int, int], int]] = {
-    "*": operator.mul,
     "+": operator.add,
     "-": operator.sub,
     "%": operator.mod,
 }
 QUESTIONS = {
-    "*": "What is {a} times {b}?",
     "+": "What is the sum of {a} and {b}?",
     "-": "What is {a} minus {b}?",
     "%": "What is the remainder of {a} divided by {b}?",
@@ -34,13 +32,14 @@ QUESTIONS = {
 
 
 def problems(split: Split, seed: int) -> list[dict[str, object]]:
-    """Questions with two numbers; one pair of numbers in eight is held out."""
-    rng = random.Random(f"{split} {seed}")
-    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
-    pairs = [(a, b) for a, b in pairs if ((31 * a + b) % 8 == 0) == (split == "heldout")]
+    """Questions with two numbers, in a random order; one pair of numbers in eight is held out.
+    Results have one or two digits, which are one token."""
+    pairs = [(a, b) for a in range(20, 90) for b in range(2, 10)]
+    pairs = [(a, b) for a, b in pairs if ((a + 3 * b) % 8 == 0) == (split == "heldout")]
+    questions = [(sign, a, b) for a, b in pairs for sign in OPERATORS]
+    random.Random(f"{split} {seed}").shuffle(questions)
     chosen = []
-    for a, b in rng.sample(pairs, 512):
-        sign = rng.choice(list(OPERATORS))
+    for sign, a, b in questions:
         prompt, answer = QUESTIONS[sign].format(a=a, b=b), OPERATORS[sign](a, b)
         chosen.append({"prompt": prompt, "answer": answer, "kind": sign, "a": a, "b": b})
     return chosen

@@ -66,7 +66,7 @@ def say(prompt: str) -> str:
         return max(word.strip("?") for word in question.split() if word.strip("?").isdecimal())
     if question.startswith("What is"):
         a, b = (word.strip("?") for word in question.split() if word.strip("?").isdecimal())
-        signs = {"times": "*", "sum": "+", "minus": "-", "remainder": "%"}
+        signs = {"sum": "+", "minus": "-", "remainder": "%"}
         sign = next(sign for word, sign in signs.items() if word in question)
         call = f'{{"name": "calculate", "arguments": {{"expression": "{a}{sign}{b}"}}}}'
         return f"<tool_call>\n{call}\n</tool_call>"
