@@ -156,9 +156,12 @@ async def test_closing_has_a_deadline(
     monkeypatch.setattr(reverse._env, "stop", stop)
     problem = reverse.problems("train", 1, 0)[0]
     assert (await rollout(reverse, problem, reversed_letters)).failure is None
+    holder = reverse._holder
+    assert holder is not None
     await reverse.close()
     assert stopped.is_set()
     assert reverse._server is None
+    await asyncio.wait({holder})  # it has been cancelled
 
 
 @pytest.mark.parametrize(
