@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from rstar2.cli import app, main
 from rstar2.config import Recipe, load_recipe
 from rstar2.errors import UserError
 from rstar2.plan import GPUS, Assumptions, find_shape, make_plan, parse_cluster
-from rstar2.plan.estimate import Roofline, lay_out
+from rstar2.plan.estimate import Roofline, layout_of
+from rstar2.plan.propose import propose
 from rstar2.plan.workload import draw_lengths, stage_loads
 
 
@@ -77,7 +79,7 @@ def test_the_papers_run_comes_out_at_under_a_week(paper: Recipe) -> None:
 def test_one_step_of_an_engine_by_hand(paper: Recipe) -> None:
     cluster, assume = parse_cluster("8xH100"), Assumptions(step_overhead_s=0.0)
     shape = find_shape(paper.model.path)
-    roofline = Roofline(paper, cluster, shape, lay_out(paper, cluster, shape), assume, 10**6)
+    roofline = Roofline(paper, cluster, shape, layout_of(paper), assume, 10**6)
     weights, kv = 2 * shape.parameters, 163_840
     assert 2 * shape.kv_numbers == kv, "40 layers x 8 heads x 128 x keys and values x 2 bytes"
     seconds = (weights + kv * 1000) / (3.35e12 * assume.decode_bandwidth)
@@ -109,8 +111,70 @@ def test_what_does_not_fit_is_reported_with_a_remedy() -> None:
     recipe = load_recipe("qwen3-1.7b-1gpu").recipe
     plan = make_plan(recipe, parse_cluster("1x4090"))
     assert not plan.learner.fits
-    assert "it fits on 2 of them" in plan.problems[0]
-    assert make_plan(recipe, parse_cluster("2x4090")).learner.fits
+    assert "use more GPUs (--write-recipe FILE writes a layout" in plan.problems[0]
+    two = propose(recipe, parse_cluster("2x4090"))
+    assert make_plan(two, parse_cluster("2x4090")).learner.fits
+    with pytest.raises(UserError, match="does not fit 1 x 4090 in any layout: a GPU needs"):
+        propose(recipe, parse_cluster("1x4090"))
+
+
+def test_the_layout_is_that_of_the_recipe(paper: Recipe) -> None:
+    """64 engines and ranks, whatever the cluster; the plan says if they are too many or too few."""
+    for count in ("64xMI300X", "8xMI300X", "512xMI300X"):
+        layout = make_plan(paper, parse_cluster(count)).layout
+        assert (layout.engines, layout.tensor_parallel, layout.ranks) == (64, 1, 64)
+    (problem,) = make_plan(paper, parse_cluster("8xMI300X")).problems
+    assert "the recipe needs 64 GPUs (engine.count = 64 of 1, learner.ranks = 64)" in problem
+    one = load_recipe("rstar2-agent-14b", ["engine.count=1"]).recipe
+    assert make_plan(one, parse_cluster("64xMI300X")).layout.engines == 1
+    apart = load_recipe(
+        "rstar2-agent-14b",
+        ["cluster.colocate=false", "cluster.gpus_per_engine=2", "engine.count=16"],
+    ).recipe
+    assert make_plan(apart, parse_cluster("64xMI300X")).layout.gpus == 96
+
+
+def test_an_engine_keeps_its_memory_while_the_learner_works(paper: Recipe) -> None:
+    shared = make_plan(paper, parse_cluster("64xMI300X"))
+    assert shared.learner.parts["engine on the same GPU"] > 100
+    assert shared.learner.total == pytest.approx(shared.engine.total)
+    assert 0.5 < shared.engine_share < 0.9
+
+
+@pytest.mark.parametrize(
+    ("recipe", "cluster"),
+    [
+        ("qwen3-1.7b-1gpu", "2x4090"),
+        ("qwen3-1.7b-1gpu", "1xA100-80"),
+        ("rstar2-agent-14b", "8xH100"),
+        ("rstar2-agent-14b", "64xMI300X"),
+    ],
+)
+def test_a_written_recipe_loads_and_its_plan_is_the_same(
+    recipe: str, cluster: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.yaml"
+    runner = CliRunner()
+    words = ["--cluster", cluster, "--json"]
+    done = runner.invoke(app, ["plan", recipe, *words, "--write-recipe", str(file)])
+    assert done.exit_code == 0, done.output
+    again = runner.invoke(app, ["plan", str(file), *words])
+    assert again.exit_code == 0, again.output
+    proposed, read = json.loads(done.stdout), json.loads(again.stdout)
+    assert read["plan"]["layout"] == proposed["plan"]["layout"]
+    assert read["total_s"] == proposed["total_s"]
+    written = load_recipe(file).recipe
+    used = make_plan(written, parse_cluster(cluster)).layout
+    assert used.gpus <= parse_cluster(cluster).gpus
+    if used.colocated:
+        assert written.engine.arguments[-2] == "--gpu-memory-utilization"
+
+
+@pytest.mark.parametrize(
+    "name", ["L4", "A10", "A100-40", "A100-80GB", "L40S", "RTX 3090", "5090", "MI325X", "B200"]
+)
+def test_gpus_that_people_own_are_known(name: str) -> None:
+    assert parse_cluster(f"2x{name}").gpus == 2
 
 
 def test_slow_code_environments_are_counted(paper: Recipe) -> None:
@@ -141,3 +205,18 @@ def test_invalid_options_get_one_message(capsys: pytest.CaptureFixture[str]) -> 
             main(["plan", "tiny", "--cluster", "1x4090", *words])
         assert end.value.code == 2
         assert capsys.readouterr().err.startswith("error: ")
+
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "cluster.md"
+
+
+def test_the_plans_in_the_docs_are_current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every plan on the page is what its command prints today."""
+    shown = re.findall(
+        r"`rstar2 (plan [^`]*)`:\n\n```\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL
+    )
+    assert len(shown) == 3
+    monkeypatch.chdir(tmp_path)
+    for command, text in shown:
+        printed = CliRunner().invoke(app, command.split()).stdout
+        assert printed.partition("assumptions (change")[0].rstrip() == text.rstrip(), command

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from rstar2.config import load_recipe
 from rstar2.errors import UserError
+from rstar2.files import write_file
 from rstar2.plan import Assumptions, Cluster, make_plan, parse_cluster
+from rstar2.plan.propose import propose, recipe_text, source_name
 from rstar2.types import encode
 
 
@@ -43,6 +46,15 @@ def plan(
         bool,
         typer.Option("--simulate", help="Estimate generation with the rollout simulator."),
     ] = False,
+    write_recipe: Annotated[
+        Path | None,
+        typer.Option(
+            "--write-recipe",
+            metavar="FILE",
+            help="Choose the fastest layout that fits the cluster, write it as a recipe, and plan "
+            "that.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Estimate memory, step time by part, total time and cost of a recipe on a cluster.
@@ -54,6 +66,13 @@ def plan(
     loaded = load_recipe(recipe, set_ or ()).recipe
     machines = parse_cluster(cluster, cores_per_node=cores, price=price)
     assumed = Assumptions.with_changes(_pairs(assume or []))
+    if write_recipe is not None:
+        if set_:
+            raise UserError("--write-recipe with --set: put the settings into a recipe file first")
+        loaded = propose(loaded, machines, assumed)
+        chosen = make_plan(loaded, machines, assumed)
+        write_file(write_recipe, recipe_text(source_name(recipe), chosen, loaded))
+        typer.echo(f"written: {write_recipe}", err=True)
     estimate = make_plan(loaded, machines, assumed, simulated=simulate)
     if as_json:
         body = {

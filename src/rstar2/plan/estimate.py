@@ -13,7 +13,8 @@ the real scheduler (`simulated.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from rstar2.config import Recipe
@@ -32,6 +33,7 @@ STATE_BYTES = 16
 """Bytes per parameter in training: weight, gradient and two moments in float32."""
 COMPUTE_SHARE = 0.6
 """Share of peak FLOPS that decoding reaches with a large batch."""
+WRITE_HINT = "--write-recipe FILE writes a layout"
 LOGITS_GB = 0.3
 """Maximum size of a chunk of logits in the learner, gradients included."""
 
@@ -48,8 +50,13 @@ class MemoryFit:
         return sum(self.parts.values())
 
     @property
+    def excess(self) -> float:
+        """GB that are missing; negative if some are left."""
+        return self.total - self.limit
+
+    @property
     def fits(self) -> bool:
-        return self.total <= self.limit
+        return self.excess <= 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,13 @@ class Layout:
     tensor_parallel: int
     ranks: int
     colocated: bool
-    """Engines and learner take turns on the same GPUs."""
+    """Engines and learner share GPUs. An engine keeps its memory while the learner works."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that the layout uses."""
+        generating = self.engines * self.tensor_parallel
+        return max(generating, self.ranks) if self.colocated else generating + self.ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +120,13 @@ class Plan:
     """Why the recipe would not run as it is; empty if it would."""
 
     @property
+    def engine_share(self) -> float:
+        """Share of a GPU's memory for an engine: its weights and KV cache."""
+        own = 2 * self.shape.parameters / self.layout.tensor_parallel / GB
+        own += 2 * self.shape.kv_numbers * self.kv_tokens / self.layout.tensor_parallel / GB
+        return own / self.cluster.gpu.memory_gb
+
+    @property
     def rl_s(self) -> float:
         return sum(stage.step_s * stage.load.steps for stage in self.stages)
 
@@ -126,12 +146,14 @@ def make_plan(
     *,
     simulated: bool = False,
 ) -> Plan:
-    """Plan a recipe on a cluster; times are estimated even if `problems` says it does not fit."""
+    """Plan a recipe on a cluster, with the numbers of engines and ranks that the recipe sets.
+
+    Times are estimated even if `problems` says that it does not fit.
+    """
     assume = assume or Assumptions()
     shape = find_shape(recipe.model.path)
-    layout = lay_out(recipe, cluster, shape)
-    learner = learner_fit(recipe, cluster, shape, layout)
-    engine, kv_tokens = engine_fit(cluster, shape, layout, assume)
+    layout = layout_of(recipe)
+    engine, learner, kv_tokens = memory_fit(recipe, cluster, shape, layout, assume)
     roofline = Roofline(recipe, cluster, shape, layout, assume, max(kv_tokens, 1), simulated)
     stages = tuple(roofline.stage(load) for load in stage_loads(recipe, assume))
     evaluation = evaluation_load(recipe, assume)
@@ -154,107 +176,115 @@ def make_plan(
         sft_s=roofline.sft(),
         filter_s=filters,
         evaluation_s=evaluation.steps * roofline.generation(evaluation, evaluation.drawn)[0],
-        problems=tuple(_problems(recipe, cluster, shape, engine, learner, stages)),
+        problems=(
+            *_layout_problems(recipe, cluster, layout),
+            *_memory_problems(recipe, engine, learner, kv_tokens),
+            *_core_problems(cluster, stages),
+        ),
     )
 
 
 # --------------------------------------------------------------------------- layout and memory
 
 
-def lay_out(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> Layout:
-    """Divide the GPUs into engines and ranks; colocated unless the recipe says otherwise."""
-    weights = 2 * shape.parameters / GB
-    parallel = 1
-    while weights / parallel > 0.5 * cluster.gpu.memory_gb and parallel < cluster.gpus_per_node:
-        parallel *= 2
-    colocated = recipe.cluster.colocate if recipe.cluster is not None else True
-    if colocated or cluster.gpus == 1:
-        return Layout(max(1, cluster.gpus // parallel), parallel, cluster.gpus, True)
-    generating = max(parallel, cluster.gpus // 2)
-    return Layout(generating // parallel, parallel, cluster.gpus - generating, False)
-
-
-def learner_fit(recipe: Recipe, cluster: Cluster, shape: ModelShape, layout: Layout) -> MemoryFit:
-    """Memory of one rank while it trains; a colocated engine sleeps and uses none."""
-    tokens = recipe.learner.tokens_per_microbatch
-    kept = 1 if recipe.learner.activation_checkpointing else 16
-    layer = shape.parameters / shape.layers
-    return MemoryFit(
-        {
-            f"state, {STATE_BYTES} B per parameter / {layout.ranks} ranks": (
-                STATE_BYTES * shape.parameters / layout.ranks / GB
-            ),
-            "gathered layers": (0.0 if layout.ranks == 1 else 2 * 2 * layer * 2 / GB),
-            f"activations of {tokens} tokens": (
-                tokens * shape.hidden * 2 * shape.layers * kept
-                + tokens * (8 * shape.hidden + 3 * shape.intermediate) * 2
-            )
-            / GB,
-            "logits": LOGITS_GB,
-        },
-        0.95 * cluster.gpu.memory_gb,
+def layout_of(recipe: Recipe) -> Layout:
+    """The layout that a recipe sets."""
+    section = recipe.cluster
+    return Layout(
+        engines=recipe.engine.count,
+        tensor_parallel=1 if section is None else section.gpus_per_engine,
+        ranks=recipe.learner.ranks,
+        colocated=True if section is None else section.colocate,
     )
 
 
-def engine_fit(
-    cluster: Cluster, shape: ModelShape, layout: Layout, assume: Assumptions
-) -> tuple[MemoryFit, int]:
-    """Memory of one GPU of an engine during generation, and its KV cache size in tokens.
+def memory_fit(
+    recipe: Recipe, cluster: Cluster, shape: ModelShape, layout: Layout, assume: Assumptions
+) -> tuple[MemoryFit, MemoryFit, int]:
+    """Memory of one GPU of an engine and of a rank, and the size of the KV cache in tokens.
 
-    If the learner's state leaves no room, the KV cache is sized as if the state were not there.
+    On a shared GPU both are there at all times: the KV cache gets what the learner leaves.
     """
-    parts = {"weights, bfloat16": 2 * shape.parameters / layout.tensor_parallel / GB}
+    learner = _learner_parts(recipe, shape, layout)
+    weights = 2 * shape.parameters / layout.tensor_parallel / GB
+    parts = {"weights, bfloat16": weights}
     limit = assume.kv_share * cluster.gpu.memory_gb
-    room = limit - sum(parts.values())
-    if layout.colocated and not assume.host_state:
-        state = STATE_BYTES * shape.parameters / layout.ranks / GB
-        parts["learner's state on the same GPU"] = state
-        room = room - state if state < 0.9 * room else room
-    per_token = 2 * shape.kv_numbers / layout.tensor_parallel
-    tokens = max(0, int(room * GB / per_token))
-    parts["KV cache"] = max(0.0, room)
-    return MemoryFit(parts, limit), tokens
+    if layout.colocated:
+        state = next(iter(learner.values()))
+        away = state if assume.host_state else 0.0
+        parts["learner on the same GPU"] = sum(learner.values()) - away
+    room = max(0.0, limit - sum(parts.values()))
+    parts["KV cache"] = room
+    counted = room or max(0.0, limit - weights)  # what does not fit is timed without the learner
+    tokens = int(counted * GB / (2 * shape.kv_numbers / layout.tensor_parallel))
+    if layout.colocated:
+        learner["engine on the same GPU"] = weights + room
+    return MemoryFit(parts, limit), MemoryFit(learner, 0.95 * cluster.gpu.memory_gb), tokens
 
 
-def _problems(
-    recipe: Recipe,
-    cluster: Cluster,
-    shape: ModelShape,
-    engine: MemoryFit,
-    learner: MemoryFit,
-    stages: tuple[StagePlan, ...],
-) -> list[str]:
-    problems = []
-    if not learner.fits:
-        enough = _enough(recipe, cluster, shape)
-        problems.append(
-            f"the learner needs {learner.total:.1f} GB on each GPU, {learner.limit:.1f} GB are "
-            f"available; it fits on {enough} of them (state is sharded), or use a smaller model"
+def _learner_parts(recipe: Recipe, shape: ModelShape, layout: Layout) -> dict[str, float]:
+    """Memory of one rank while it trains, its state first."""
+    tokens = recipe.learner.tokens_per_microbatch
+    kept = 1 if recipe.learner.activation_checkpointing else 16
+    layer = shape.parameters / shape.layers
+    return {
+        f"state, {STATE_BYTES} B per parameter / {layout.ranks} ranks": (
+            STATE_BYTES * shape.parameters / layout.ranks / GB
+        ),
+        "gathered layers": (0.0 if layout.ranks == 1 else 2 * 2 * layer * 2 / GB),
+        f"activations of {tokens} tokens": (
+            tokens * shape.hidden * 2 * shape.layers * kept
+            + tokens * (8 * shape.hidden + 3 * shape.intermediate) * 2
         )
+        / GB,
+        "logits": LOGITS_GB,
+    }
+
+
+def _layout_problems(recipe: Recipe, cluster: Cluster, layout: Layout) -> Iterator[str]:
+    if layout.gpus > cluster.gpus:
+        yield (
+            f"the recipe needs {layout.gpus} GPUs (engine.count = {layout.engines} of "
+            f"{layout.tensor_parallel}, learner.ranks = {layout.ranks}), the cluster has "
+            f"{cluster.gpus}: {WRITE_HINT} for it"
+        )
+    if layout.tensor_parallel > cluster.gpus_per_node:
+        yield (
+            f"cluster.gpus_per_engine = {layout.tensor_parallel}, a node has "
+            f"{cluster.gpus_per_node} GPUs"
+        )
+
+
+def _memory_problems(
+    recipe: Recipe, engine: MemoryFit, learner: MemoryFit, kv_tokens: int
+) -> Iterator[str]:
     if not engine.fits:
-        problems.append(
-            f"an engine and the learner's state need {engine.total:.1f} GB on the same GPU, "
-            f"{engine.limit:.1f} GB are available; the times below assume that the engine has the "
-            "GPU to itself while it generates"
+        yield (
+            f"a GPU needs {engine.total:.1f} GB without any KV cache, {engine.limit:.1f} GB are "
+            f"available: use more GPUs ({WRITE_HINT}; it shards the state), or a smaller model. "
+            "The times below assume that the engine has the GPU to itself while it generates"
         )
+        return
+    if not learner.fits:
+        yield (
+            f"a learner rank needs {learner.total:.1f} GB, {learner.limit:.1f} GB are available: "
+            f"use more GPUs ({WRITE_HINT}; it shards the state), or a smaller model"
+        )
+    longest = max((stage.max_length for stage in recipe.rl.stages), default=0)
+    if kv_tokens < longest:
+        yield (
+            f"an engine's KV cache holds {kv_tokens:,} tokens, less than one rollout of "
+            f"{longest:,}: use more GPUs ({WRITE_HINT}), or shorter stages"
+        )
+
+
+def _core_problems(cluster: Cluster, stages: tuple[StagePlan, ...]) -> Iterator[str]:
     worst = max(stages, key=lambda s: s.cores_needed, default=None)
     if worst is not None and worst.cores_needed > cluster.cores:
-        problems.append(
+        yield (
             f"{worst.load.name} needs {worst.cores_needed:.0f} cores for its tool calls, the "
             f"cluster has {cluster.cores}; add code environments, or steps will wait for tool calls"
         )
-    return problems
-
-
-def _enough(recipe: Recipe, cluster: Cluster, shape: ModelShape) -> str:
-    """The smallest number of these GPUs on which the learner fits."""
-    count = cluster.gpus
-    while count < 4096:
-        count *= 2
-        larger = replace(cluster, gpus=count)
-        if learner_fit(recipe, larger, shape, lay_out(recipe, larger, shape)).fits:
-            return str(count)
-    return "no number"
 
 
 # --------------------------------------------------------------------------- time

@@ -38,11 +38,18 @@ GPUS = {
     gpu.name: gpu
     for gpu in (
         Gpu("MI300X", 192, 5.3, 1307, 448, 0.25, 2.0),
+        Gpu("MI325X", 256, 6.0, 1307, 448, 0.25, 2.5),
+        Gpu("L4", 24, 0.3, 121, 25, 0.45, 0.7),
+        Gpu("A10", 24, 0.6, 125, 25, 0.45, 0.75),
+        Gpu("L40S", 48, 0.864, 362, 25, 0.4, 1.0),
+        Gpu("A100-40", 40, 1.56, 312, 300, 0.45, 1.2),
         Gpu("A100", 80, 2.04, 312, 300, 0.45, 1.5),
         Gpu("H100", 80, 3.35, 989, 450, 0.38, 2.5),
         Gpu("H200", 141, 4.8, 989, 450, 0.38, 3.5),
         Gpu("B200", 180, 8.0, 2250, 900, 0.33, 5.0),
+        Gpu("3090", 24, 0.936, 71, 25, 0.5, 0.25),
         Gpu("4090", 24, 1.01, 165, 25, 0.45, 0.45),
+        Gpu("5090", 32, 1.79, 210, 50, 0.45, 0.7),
     )
 }
 
@@ -81,7 +88,7 @@ class Cluster:
 
 def parse_cluster(text: str, *, cores_per_node: int = 0, price: float | None = None) -> Cluster:
     """Parse `64xMI300X` (GPUs x name) or `8x8xMI300X` (nodes x GPUs per node x name)."""
-    match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z0-9 ]+)", text.strip())
+    match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z0-9 -]+)", text.strip())
     if match is None:
         raise UserError(
             f"--cluster {text}: write the number and name of the GPUs, such as 64xMI300X, or "
@@ -97,8 +104,13 @@ def parse_cluster(text: str, *, cores_per_node: int = 0, price: float | None = N
 
 
 def _find(name: str) -> Gpu:
-    wanted = re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("rtx").removeprefix("nvidia")
+    wanted = _plain(name).removeprefix("nvidia").removeprefix("rtx").removesuffix("gb")
+    wanted = "a100" if wanted == "a10080" else wanted
     for gpu in GPUS.values():
-        if gpu.name.lower() == wanted:
+        if _plain(gpu.name) == wanted:
             return gpu
     raise UserError(f"unknown GPU {name!r}: choose one of {', '.join(GPUS)}")
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from rstar2.plan.estimate import MemoryFit, Plan
+from rstar2.plan.estimate import WRITE_HINT, MemoryFit, Plan
 from rstar2.plan.workload import Assumptions
 
 
@@ -26,7 +26,13 @@ def _head(plan: Plan) -> Iterator[str]:
     yield ""
     for problem in plan.problems:
         yield f"PROBLEM: {problem}"
-    if plan.problems:
+    unused = cluster.gpus - layout.gpus
+    if unused > 0:
+        yield (
+            f"note: the recipe uses {layout.gpus} of {cluster.gpus} GPUs; {WRITE_HINT} for all "
+            "of them"
+        )
+    if plan.problems or unused > 0:
         yield ""
 
 
@@ -35,6 +41,11 @@ def _memory(plan: Plan) -> Iterator[str]:
     for name, fit in (("generating", plan.engine), ("learning", plan.learner)):
         yield f"  {name:<12} {fit.total:7.1f} of {fit.limit:.1f}   {_parts(fit)}"
     yield f"  each engine's KV cache holds {plan.kv_tokens:,} tokens"
+    if plan.layout.colocated and plan.engine.fits:
+        yield (
+            "  an engine keeps its memory while the learner works: set engine.arguments to "
+            f"[--gpu-memory-utilization, {plan.engine_share - 0.005:.2f}]"
+        )
     yield ""
 
 

@@ -49,7 +49,7 @@ class Assumptions:
     reserve: float = 1.15
     """Mean KV of an admitted rollout, as a multiple of its mean completion length."""
     sync_fixed_s: float = 5.0
-    """Fixed time per weight update: pause, probe, resume, and sleep and wake if colocated."""
+    """Fixed time per weight update: pause, probe, resume."""
     learn_fixed_s: float = 5.0
     """Fixed time per learner step: packing, the optimizer, checkpoints on average."""
 
