@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -21,7 +22,8 @@ async def test_one_rollout_and_one_that_is_lost(tiny_dir: Path) -> None:
         rollout, same = await agent.run(problem, seed=1), await agent.run(problem, seed=1)
         with pytest.raises(rstar2.RolloutFailure, match="reward raised ZeroDivisionError") as error:
             await agent.run("A question without an answer")
-    prompt = AutoTokenizer.from_pretrained(tiny_dir).decode(rollout.prompt_ids)
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_dir)
+    prompt: str = tokenizer.decode(rollout.prompt_ids)
     assert prompt.endswith("<|im_start|>assistant\nWell")  # and nothing of another environment
     assert rollout.reward is not None
     assert rollout.reward.value == 0.5
