@@ -105,6 +105,17 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     assert about["packages"]["torch"]
 
 
+def test_a_run_that_recorded_a_retired_setting_resumes(tmp_path: Path) -> None:
+    with RunDirectory.create_or_resume(tmp_path, recipe()):
+        pass
+    file = tmp_path / "recipe.yaml"
+    values = yaml.safe_load(file.read_text())
+    values["scheduler"] = {"policy": "reserve", "quantile": 0.95, "hold_s": 20.0}
+    file.write_text(yaml.safe_dump(values))
+    with RunDirectory.create_or_resume(tmp_path, recipe()) as run:
+        assert run.resumed
+
+
 def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     with RunDirectory.create_or_resume(tmp_path, recipe()) as run:
         write_stage(run, "stage1", range(1, 4))

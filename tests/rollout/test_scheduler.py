@@ -231,6 +231,19 @@ def test_long_tool_waits_lose_their_reservation_when_another_rollout_lacks_it() 
     assert (again.session, again.engine, again.moved) == ("g/0", "e0", False)
 
 
+def test_no_prefix_is_evicted_where_the_cache_is_not_short() -> None:
+    made = scheduler(10_000, policy="reserve")
+    for name in ("g/0", "g/1"):
+        ask(made, name)
+    assert len(placed(made)) == 2
+    made.turn_ended("g/0", 30, now=10.0)
+    made.load_reported("e0", EngineLoad(100, 1, 1, 0, 0))  # a queue, for another reason than KV
+    ask(made, "h/0")
+    decision = made.decide(1e6)
+    assert decision.placements == ()
+    assert decision.evictions == ()
+
+
 def test_worst_case_reservations_stay_however_long_the_tools_take() -> None:
     made = scheduler(200)
     for name in ("g/0", "g/1", "h/0"):

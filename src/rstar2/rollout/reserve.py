@@ -69,6 +69,8 @@ SHARING_TRUST = 0.5
 """The part of the estimated sharing that is not counted twice."""
 CHURN = 0.25
 """The part of a preempted rollout's tokens that is no longer cached when it resumes."""
+SHORT = 0.8
+"""Above this share of the cache at the expected peak, prefixes of waiting rollouts are evicted."""
 URGENT = 2.0
 """What is saved counts so many times once the remaining work takes less time than one long rollout:
 whatever starts later would end last."""
@@ -410,24 +412,31 @@ class ReservePolicy:
     # ------------------------------------------------------------------ making room
 
     def _evict_expired(self, state: SchedulerState, now: float) -> bool:
-        """Evict sessions whose tools run for longer than it pays to hold their prefix."""
+        """Evict sessions whose tools run for longer than pays, where the cache is short."""
         evicted = False
+        kept: list[tuple[float, str]] = []
         while self._idle:
             since, name = self._idle[0]
             session = state.sessions.get(name)
             idle = session is not None and session.phase is Phase.HOLDING
-            if session is None or not idle or session.holding_since != since:
-                self._idle.popleft()
-                continue
-            if session.engine is not None:
-                budget = state.engines[session.engine].budget
-                fill_s = state.speeds[session.engine].prefill_s * budget.total
-                if since + state.waits.hold_s(fill_s, self.hold_s) > now:
-                    break
-                self._evict(state, name)
-                evicted = True
+            if session is not None and idle and session.holding_since == since:
+                home = session.engine
+                if home is not None and not self._short(state, home):
+                    kept.append((since, name))
+                elif home is not None:
+                    fill_s = state.speeds[home].prefill_s * state.engines[home].budget.total
+                    if since + state.waits.hold_s(fill_s, self.hold_s) > now:
+                        break
+                    self._evict(state, name)
+                    evicted = True
             self._idle.popleft()
+        self._idle.extendleft(reversed(kept))
         return evicted
+
+    def _short(self, state: SchedulerState, name: str) -> bool:
+        """Whether the engine is expected to need most of its cache."""
+        outlook = self._outlook(state, name)
+        return outlook.forecast.peak_mean > SHORT * outlook.room
 
     def _evict(self, state: SchedulerState, name: str) -> None:
         engine = state.sessions[name].engine

@@ -34,6 +34,10 @@ LEAST_WAITS, WAIT_FADE = 16.0, 0.998
 class EngineSpeed:
     """The three coefficients of one engine, learnt from its load reports."""
 
+    step_s: float
+    token_s: float
+    prefill_s: float
+
     def __init__(self) -> None:
         self.step_s, self.token_s, self.prefill_s = (PRIOR_STEP_S * PRIOR_RATIOS).tolist()
         self.learnt = False
