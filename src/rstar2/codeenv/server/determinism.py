@@ -127,8 +127,8 @@ def why_not(code: str) -> str | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             nodes = list(ast.walk(ast.parse(code)))
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return "it cannot be parsed"
+    except (SyntaxError, ValueError, MemoryError, RecursionError, SystemError):
+        return "it cannot be parsed"  # CPython reports deep nesting in any of these ways
     bound = {name for node in nodes for name in _bound(node) if not name.startswith("__")}
     names = (bound | _BUILTINS | {"__name__"}) - (_REFUSED_BUILTINS - {"__name__"})
     calls = (node for node in nodes if isinstance(node, ast.Call))
