@@ -28,7 +28,8 @@ class LettersTask(vf.Task[LettersData, vf.State, vf.TaskConfig]):  # type: ignor
         wanted = str(self.data.word)[::-1]
         if reply is None or len(reply[1]) != len(wanted):
             return 0.0
-        return sum(a == b for a, b in zip(reply[1], wanted, strict=True)) / len(wanted)
+        right: int = sum(a == b for a, b in zip(reply[1], wanted, strict=True))
+        return right / len(wanted)
 
 
 class LettersConfig(vf.TasksetConfig):  # type: ignore[misc]
