@@ -38,11 +38,11 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
 
 
 def demonstrations(words: Sequence[str], count: int, seed: int) -> Iterator[Conversation]:
-    """The format: the letters of a word, backwards in two of five."""
+    """The format: the letters of a word, backwards in half of the cases."""
     rng = random.Random(seed)
     for index in range(count):
         word = rng.choice(words)
-        answer = word[::-1] if rng.random() < 0.4 else word
+        answer = word[::-1] if rng.random() < 0.5 else word
         reply = Message("assistant", f"<reversed_text>{answer}</reversed_text>")
         yield Conversation(f"c{index}", (Message("user", word), reply))
 

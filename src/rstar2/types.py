@@ -562,10 +562,8 @@ class TokenValues:
     """The learner's logprobs of one sample's trained tokens (mask 1), in order."""
 
     trajectory_id: str
-    old: tuple[float, ...]
-    """Logprobs under the weights at the start of the batch; compare with the rollout logprobs."""
-    current: tuple[float, ...]
-    """Logprobs when its mini-batch was trained; current - old is the log of the clipped ratio."""
+    old: tuple[float, ...]  #: Under the weights at the start of the batch.
+    current: tuple[float, ...]  #: When its mini-batch was trained: exp(current - old) is clipped.
 
 
 @dataclass(frozen=True, slots=True)
@@ -609,8 +607,7 @@ class Evaluation:
     mode: str  #: `greedy` or `sampled`.
     accuracy: Estimate  #: The mean reward; for rewards of 0 and 1 the share of correct answers.
     kinds: Mapping[str, Estimate]  #: Accuracy per kind of problem; empty if problems have no kinds.
-    failing_calls_in_correct: float | None
-    """Failed calls / calls inside correct trajectories; None if those made no call."""
+    failing_calls_in_correct: float | None  #: As tool_errors, inside correct trajectories.
     tool_errors: float | None  #: Failed calls / calls; None if there was no call.
     mean_length: float  #: Completion tokens per trajectory, tool responses included.
     mean_turns: float

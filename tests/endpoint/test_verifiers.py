@@ -69,14 +69,12 @@ async def test_episodes_have_the_environments_own_reward(reverse: VerifiersEnvir
     )
     assert [t.failure for t in right] == [None] * 6
     assert [t.reward.value for t in right if t.reward] == [1.0] * 6
-    last = problems[0].prompt[-1]
-    half = await rollout(
-        reverse, problems[0], lambda _: f"<reversed_text>{last * 2}</reversed_text>"
-    )
-    assert half.reward is not None
-    assert half.reward.value == pytest.approx(1 / 2)
-    assert half.stop is StopReason.ANSWERED
-    assert TEMPLATE.decode(half.prompt_ids).startswith(f"<|im_start|>user\n{problems[0].prompt}")
+    near = problems[0].prompt[:0:-1] + "-"
+    part = await rollout(reverse, problems[0], lambda _: f"<reversed_text>{near}</reversed_text>")
+    assert part.reward is not None
+    assert part.reward.value == pytest.approx(2 / 3)
+    assert part.stop is StopReason.ANSWERED
+    assert TEMPLATE.decode(part.prompt_ids).startswith(f"<|im_start|>user\n{problems[0].prompt}")
     await reverse.close()
 
 
@@ -93,20 +91,21 @@ async def test_a_broken_scorer_after_a_limit_is_no_reward(
     reverse: VerifiersEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The harness survives the refusal of a second request, and the task's reward raises."""
-    module = importlib.import_module("verifiers_reverse")
-    launch = module.ChatHarness.launch
+    harness = importlib.import_module("verifiers_reverse").ChatHarness
+    task = importlib.import_module("letters_taskset").LettersTask
+    launch = harness.launch
 
-    async def twice(harness: Any, *arguments: Any) -> Any:
-        ended = await launch(harness, *arguments)
+    async def twice(*arguments: Any) -> Any:
+        ended = await launch(*arguments)
         with contextlib.suppress(openai.BadRequestError):
-            await launch(harness, *arguments)
+            await launch(*arguments)
         return ended
 
-    async def right_places(task: object, trace: object) -> float:
+    async def right_places(self: object, trace: object) -> float:
         raise LookupError("the word list is gone")
 
-    monkeypatch.setattr(module.ChatHarness, "launch", twice)
-    monkeypatch.setattr(module.ReverseTask, "right_places", vf.reward(right_places))
+    monkeypatch.setattr(harness, "launch", twice)
+    monkeypatch.setattr(task, "right_places", vf.reward(right_places))
     problem = reverse.problems("train", 1, 0)[0]
     lost = await rollout(reverse, problem, reversed_letters, max_turns=1)
     assert lost.reward is None
@@ -118,7 +117,7 @@ async def test_a_broken_scorer_after_a_limit_is_no_reward(
 def test_the_splits_are_disjoint_and_repeat(reverse: VerifiersEnvironment) -> None:
     train = {p.prompt for p in reverse.problems("train", None, 0)}
     heldout = {p.prompt for p in reverse.problems("heldout", None, 0)}
-    assert len(train) + len(heldout) == 24 * 23
+    assert len(train) + len(heldout) == 7 * 7 * 6
     assert not train & heldout
     assert reverse.problems("train", 5, 0) == reverse.problems("train", 5, 1)
 
@@ -126,19 +125,19 @@ def test_the_splits_are_disjoint_and_repeat(reverse: VerifiersEnvironment) -> No
 def test_tasks_of_one_name_have_ids_of_their_own(
     reverse: VerifiersEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = importlib.import_module("verifiers_reverse")
-    load = module.ReverseTaskset.load
+    letters = importlib.import_module("letters_taskset")
+    load = letters.LettersTaskset.load
 
     def named(taskset: Any) -> Iterator[Any]:
         for task in load(taskset):
             data = task.data.model_copy(update={"name": "reverse"})
-            yield module.ReverseTask(data, taskset.config.task)
+            yield letters.LettersTask(data, taskset.config.task)
 
-    monkeypatch.setattr(module.ReverseTaskset, "load", named)
-    environment = module.environment()
+    monkeypatch.setattr(letters.LettersTaskset, "load", named)
+    environment = importlib.import_module("verifiers_reverse").environment("letters_taskset")
     splits = [environment.problems(split, None, 0) for split in ("train", "heldout")]
     problems = [problem for split in splits for problem in split]
-    assert len({problem.id for problem in problems}) == len(problems) == 8 * 7 * 6
+    assert len({problem.id for problem in problems}) == len(problems) == 7 * 7 * 6
     assert all(environment._tasks[p.id].data.prompt == p.prompt for p in problems)
 
 
