@@ -186,6 +186,22 @@ def test_turn_moves_off_a_slow_engine_once_nothing_new_is_left() -> None:
     assert [(e.session, e.engine) for e in decision.evictions] == [("g/1", "e1")]
 
 
+def test_an_engine_that_joins_late_gets_work_although_nothing_is_known_of_its_speed() -> None:
+    """Only work measures it: taken for slower than the others, it would stay idle for good."""
+    made = taught(scheduler(4000, policy="reserve"), 30)
+    for second in range(5):  # a hundred times as fast as an engine of unknown speed
+        load = EngineLoad(50, 1, 0, 0, 0, steps=5000 * second)
+        made.load_reported("e0", load, float(second))
+    assert made.state.speeds["e0"].learnt
+    made.join("e1", capacity(4000), 0)
+    for index in range(4):
+        ask(made, f"g/{index}")
+    assert sorted(placed(made).values()) == ["e0", "e0", "e1", "e1"]
+    made.engine_lost("e1")
+    made.join("e1", capacity(4000), 0)
+    assert made.state.speeds["e1"].seconds(100) == made.state.speeds["e0"].seconds(100)
+
+
 def test_short_turns_never_move() -> None:
     made = scheduler(400, 400, policy="reserve")
     for index in range(2):

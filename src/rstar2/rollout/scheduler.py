@@ -57,6 +57,8 @@ class Scheduler:
         self._ordinal = 0
         self._largest: int | None = None
         """KV tokens of the largest engine; None while there is no engine."""
+        self._unmeasured: set[str] = set()
+        """Engines whose speed is not known yet; they are taken to be as fast as another one."""
 
     # ------------------------------------------------------------------ engines
 
@@ -65,7 +67,9 @@ class Scheduler:
         if engine in self.state.engines:
             raise InvariantError(f"engine {engine} joined twice")
         self.state.engines[engine] = EngineState(KvBudget(capacity), version)
-        self.state.speeds.setdefault(engine, EngineSpeed())
+        self.state.speeds[engine] = EngineSpeed()
+        self._unmeasured.add(engine)
+        self._assume_speeds()
         self._largest = max(self._largest or 0, self.state.engines[engine].budget.total)
 
     def weights_updated(self, engine: str, version: WeightVersion) -> None:
@@ -87,15 +91,28 @@ class Scheduler:
         """
         if engine not in self.state.engines:
             return ()
+        self._unmeasured.discard(engine)
         handed_back = tuple(self.state.remove_engine(engine))
         totals = [e.budget.total for e in self.state.engines.values()]
         self._largest = max(totals, default=None)
         return handed_back
 
+    def _assume_speeds(self) -> None:
+        """Until an engine has been measured it counts as fast as another: only work measures it."""
+        if not self._unmeasured:
+            return
+        speeds = self.state.speeds
+        self._unmeasured = {name for name in self._unmeasured if not speeds[name].learnt}
+        known = next((speeds[name] for name in self.state.engines if speeds[name].learnt), None)
+        if known is not None:
+            for name in self._unmeasured:
+                speeds[name].assume(known)
+
     def load_reported(self, engine: str, load: EngineLoad, now: float = 0.0) -> None:
         """An engine reported its load. Reports of unknown (lost) engines are ignored."""
         if engine in self.state.engines:
             self.state.speeds[engine].report(load, now)
+            self._assume_speeds()
             self.policy.load_reported(self.state, engine, load)
 
     # ------------------------------------------------------------------ sessions

@@ -73,6 +73,10 @@ class EngineSpeed:
         self.step_s, self.token_s, self.prefill_s = coefficients.tolist()
         self.learnt = True
 
+    def assume(self, other: EngineSpeed) -> None:
+        """Take over the coefficients of another engine, until this one is measured."""
+        self.step_s, self.token_s, self.prefill_s = other.step_s, other.token_s, other.prefill_s
+
     def seconds(self, tokens: float) -> float:
         """Seconds of a step with this many tokens of KV in use."""
         return self.step_s + self.token_s * tokens

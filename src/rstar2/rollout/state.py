@@ -198,7 +198,7 @@ class SchedulerState:
         self.sessions: dict[str, SessionState] = {}
         self.evictions: list[Eviction] = []
         self.speeds: dict[str, EngineSpeed] = {}
-        """What was learnt of every engine's speed; it stays when an engine is lost."""
+        """What was learnt of every engine's speed since it started."""
         self.waits = ToolWaits()
         self._begun: list[tuple[Rank, str]] = []
         self._new: list[tuple[Rank, str]] = []
