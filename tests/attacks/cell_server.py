@@ -208,9 +208,17 @@ class Server:
         await asyncio.gather(run, return_exceptions=True)
 
     async def do_session_threads(self) -> Any:
-        """The states of all threads of the only session and its branches (proc_pid_stat(5))."""
+        """The states of all threads of the only session and its branches (proc_pid_stat(5)).
+
+        Waits until all have stopped: the worker does not wait until a new branch has stopped.
+        """
         (link,) = [link for link in self.executor.workers.links if link.spec.session]
-        return [state for pid in _children(link.pid) for state in _thread_states(pid)]
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            states = [state for pid in _children(link.pid) for state in _thread_states(pid)]
+            if set(states) == {"T"} or time.monotonic() > deadline:
+                return states
+            await asyncio.sleep(0.01)
 
     async def do_end_session_worker(self) -> Any:
         """Kill the worker of the only session, and wait until it has ended."""
