@@ -251,6 +251,17 @@ async def test_a_session_lost_with_its_server_is_infrastructure(serve: Any) -> N
             await client.close_session("s")
 
 
+async def test_a_session_closes_before_the_client_has_noticed_that_its_server_is_gone(
+    serve: Any,
+) -> None:
+    async with serve() as one, await connect(one) as client:
+        await client.open_session("s")
+        await one.kill()
+        await client.close_session("s")
+        with pytest.raises(UserError, match="not opened"):
+            await client.close_session("s")
+
+
 class SessionBreaker:
     """A server that opens sessions and breaks the connection of every batch, `after` some bytes."""
 

@@ -22,7 +22,7 @@ from typing import cast
 
 from rstar2.codeenv import deadlines, wire
 from rstar2.codeenv.client.dispatch import ClientStats, Dispatcher, PendingCall
-from rstar2.codeenv.client.endpoint import OwnedServer, ServerEndpoint
+from rstar2.codeenv.client.endpoint import OwnedServer, ServerEndpoint, TransportError
 from rstar2.codeenv.client.owned import LocalServer
 from rstar2.codeenv.client.session import CodeSession
 from rstar2.codeenv.protocol import (
@@ -232,12 +232,15 @@ class CodeEnvClient:
         return info
 
     async def close_session(self, session: str) -> None:
-        """Close a session; one that expired or was lost with its server is already closed."""
+        """Close a session; one that expired or was lost with its server is already closed.
+
+        If the server cannot be reached it has ended, or it ends the session when its time is over.
+        """
         endpoint, server_id = self._session(session)
         del self._sessions[session]
         if endpoint.healthy and endpoint.health.server == server_id:
             path = f"/v1/sessions/{session}"
-            with contextlib.suppress(UserError):
+            with contextlib.suppress(UserError, TransportError):
                 await endpoint.json("DELETE", path, None, dict, deadlines.SESSION_REQUEST_S)
 
     def _session(self, session: str) -> tuple[ServerEndpoint, str]:
