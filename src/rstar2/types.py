@@ -1,4 +1,4 @@
-"""The data types of rstar2: everything that crosses a boundary between two stages.
+"""The data types of rstar2: everything that crosses a boundary between two stages, on one page.
 
 All are frozen, slotted dataclasses, so tasks and threads can share them, and `encode` and `decode`
 convert them to JSON and back without loss. An example explains a trajectory best:

@@ -10,25 +10,17 @@ import pytest
 import pytest_asyncio
 
 from rstar2.codeenv.protocol import RunRequest, VerifyRequest
-from rstar2.codeenv.server import probe
 from rstar2.codeenv.server.calls import CallTable
 from rstar2.codeenv.server.executor import WorkerExecutor
 from rstar2.codeenv.wire import Refusal
 from rstar2.config import CodeEnvConfig
-from rstar2.errors import IsolationError, QueueFullError, UserError
+from rstar2.errors import QueueFullError, UserError
 from rstar2.types import Limits, Outcome, ToolResult
+from tests.codeenv.levels import levels
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 FUNCTIONS = {"echo": "json:dumps", "forever": "signal:pause", "gone": "no_such_module:f"}
 _ids = itertools.count()
-
-
-def levels() -> list[str]:
-    try:
-        best = probe.resolve("auto").level
-    except IsolationError:
-        return []
-    return ["strict", "portable"] if best == "strict" else ["portable"]
 
 
 @pytest_asyncio.fixture(params=levels(), scope="module", loop_scope="module")

@@ -26,6 +26,7 @@ from rstar2.codeenv.wire import Refusal
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import IsolationError
 from rstar2.types import Limits, Outcome
+from tests.codeenv.levels import levels
 
 pytestmark = pytest.mark.slow
 
@@ -54,14 +55,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-def levels() -> list[str]:
-    try:
-        best = probe.resolve("auto").level
-    except IsolationError:
-        return []
-    return ["strict", "portable"] if best == "strict" else ["portable"]
 
 
 @pytest_asyncio.fixture(params=levels())

@@ -10,25 +10,16 @@ import pytest_asyncio
 
 from rstar2.codeenv import wire
 from rstar2.codeenv.protocol import RunRequest
-from rstar2.codeenv.server import probe
 from rstar2.codeenv.server.calls import CallTable
 from rstar2.codeenv.server.executor import WorkerExecutor
 from rstar2.codeenv.sizes import MAX_FILES, MAX_FILES_BYTES
 from rstar2.codeenv.wire import Refusal
 from rstar2.config import CodeEnvConfig
-from rstar2.errors import IsolationError
 from rstar2.types import Limits, Outcome, ToolResult
+from tests.codeenv.levels import levels
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 _ids = itertools.count()
-
-
-def levels() -> list[str]:
-    try:
-        best = probe.resolve("auto").level
-    except IsolationError:
-        return []
-    return ["strict", "portable"] if best == "strict" else ["portable"]
 
 
 @pytest_asyncio.fixture(params=levels(), scope="module", loop_scope="module")

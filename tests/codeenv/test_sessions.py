@@ -15,25 +15,17 @@ import pytest_asyncio
 
 from rstar2.codeenv.jail import confine
 from rstar2.codeenv.protocol import RunRequest
-from rstar2.codeenv.server import probe
 from rstar2.codeenv.server.calls import CallTable
 from rstar2.codeenv.server.executor import WorkerExecutor
 from rstar2.codeenv.server.workers import WorkerLink
 from rstar2.config import CodeEnvConfig
-from rstar2.errors import CodeEnvError, IsolationError, SessionLostError, UserError
+from rstar2.errors import CodeEnvError, SessionLostError, UserError
 from rstar2.types import Limits, Outcome, ToolResult
+from tests.codeenv.levels import levels
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 LONG = Limits(wall_s=60, cpu_s=60)
 _ids = itertools.count()
-
-
-def levels() -> list[str]:
-    try:
-        best = probe.resolve("auto").level
-    except IsolationError:
-        return []
-    return ["strict", "portable"] if best == "strict" else ["portable"]
 
 
 @pytest_asyncio.fixture(params=levels(), scope="module", loop_scope="module")
