@@ -32,6 +32,7 @@ other only without cycles."""
 LIGHT = (
     *("rstar2.types", "rstar2.errors", "rstar2.config", "rstar2.record", "rstar2.cli"),
     *("rstar2.cli.train", "rstar2.report", "rstar2.pipeline.progress", "rstar2.agent.parser"),
+    "rstar2.pipeline.controller",
     *("rstar2.reward", "rstar2.problems", "rstar2.problems.arithmetic", "rstar2.codeenv"),
 )
 HEAVY = ("torch", "transformers", "vllm", "ray")

@@ -102,5 +102,9 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         read_model_config(tmp_path)
 
 
+def test_the_tiny_model_has_the_shape_that_is_known(tiny_dir: Path) -> None:
+    assert read_model_config(tiny_dir).shape == KNOWN_SHAPES["tiny"]
+
+
 def test_known_models_are_found_by_name() -> None:
     assert find_shape("Qwen/Qwen3-1.7B-Base") == KNOWN_SHAPES["qwen3-1.7b"]

@@ -25,6 +25,7 @@ from rstar2.record import (
     read_metrics,
     stage_order,
 )
+from rstar2.record.read import busy_seconds, stage_label
 from rstar2.types import (
     Choice,
     Estimate,
@@ -296,3 +297,15 @@ def test_stage_order_follows_the_recipe() -> None:
     order = stage_order(stage.name for stage in recipe().rl.stages)
     assert order.index("sft") < order.index("eval-sft-greedy") < order.index("stage1")
     assert order.index("eval-stage1-sampled") < order.index("filter-stage2") < order.index("stage2")
+
+
+def test_work_is_the_steps_and_the_longest_mode_of_each_evaluation() -> None:
+    steps = [{"time/step": 2.0}, {"time/step": 3, "time/evaluate": 1.5}, {"time/step": math.nan}]
+    assert busy_seconds(steps, [("a", 4.0), ("a", 6.0), ("b", 1.0), ("b", None)]) == 13.5
+
+
+def test_without_sft_the_policy_before_rl_is_the_base_model() -> None:
+    assert stage_label({"sft": None}, "sft") == "base"
+    assert stage_label({"sft": {"steps": 1}}, "sft") == "sft"
+    assert stage_label({}, "sft") == "sft"  # recorded by an earlier version
+    assert stage_label({"sft": None}, "stage1") == "stage1"

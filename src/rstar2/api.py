@@ -220,7 +220,7 @@ class Agent:
         max_length: int = 1024,
         max_turns: int = 10,
     ) -> None:
-        from rstar2.cli.chat import longest, model_directory
+        from rstar2.cli.model_directory import longest, model_directory
 
         self.directory = model_directory(Path(model))
         self.max_length = longest(self.directory, max_length)

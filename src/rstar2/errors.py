@@ -27,7 +27,7 @@ one that belongs to a single module is defined there, and the drawing names that
     │   │   └── TransportError [codeenv.client.endpoint]  a server could not be reached
     │   ├── WeightUpdateError                      an engine's probe does not match the learner
     │   ├── RolloutFailure [api]                   a rollout that was lost; `failure` says why
-    │   ├── RankError [learner.group]              a learner rank died or failed
+    │   ├── RankError                              a learner rank died or failed
     │   ├── ToolServerError [environments.mcp]     an MCP server failed
     │   └── NodeError [cluster.nodes]              a cluster node, or an actor on it, was lost
     ├── ProgramError [endpoint.program]            an agent program failed: the rollout is dropped
@@ -136,6 +136,10 @@ class SessionLostError(CodeEnvError):
 
 class WeightUpdateError(InfrastructureError):
     """An engine's logprobs do not match the learner's after a weight update."""
+
+
+class RankError(InfrastructureError):
+    """A learner rank died or failed; its group is closed."""
 
 
 class InvariantError(RstarError):

@@ -102,7 +102,7 @@ KNOWN_SHAPES = {
     "qwen3-32b": ModelShape(5120, 64, 64, 8, 128, 25600, _QWEN),
     "qwen2.5-7b": ModelShape(3584, 28, 28, 4, 128, 18944, 152_064),
     "smollm2": ModelShape(576, 30, 9, 3, 64, 1536, 49_152, tied=True),
-    "tiny": ModelShape(128, 3, 4, 2, 32, 384, 768, tied=True),
+    "tiny": ModelShape(128, 3, 4, 2, 32, 256, 768, tied=True),
 }
 """Shapes of known models, for which no config.json is needed."""
 

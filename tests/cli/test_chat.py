@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from rstar2.cli import main
-from rstar2.cli.chat import _known_questions, longest, model_directory
+from rstar2.cli.chat import chat_environment
 from rstar2.cli.chat_output import ColouredOutput
+from rstar2.cli.model_directory import known_questions, longest, model_directory
 from rstar2.errors import UserError
 from rstar2.types import StopReason, Trajectory, decode
 
@@ -64,7 +65,7 @@ def test_only_the_tiny_model_of_the_embedded_task_knows_so_little(tmp_path: Path
     from rstar2.learner.tiny import make_tiny
 
     make_tiny(tmp_path / "model", seed=0)
-    knows = _known_questions(tmp_path / "model")
+    knows = known_questions(tmp_path / "model")
     assert knows is not None
     assert knows("What is 30 choose 4?")
     assert not knows("Who are you?")
@@ -73,14 +74,32 @@ def test_only_the_tiny_model_of_the_embedded_task_knows_so_little(tmp_path: Path
     (tmp_path / "model").rename(export)
     recipe = tmp_path / "run" / "recipe.yaml"
     recipe.write_text("environment: {use: python-math}\nrl: {problems: null}\n")
-    assert _known_questions(export) is not None
+    assert known_questions(export) is not None
     recipe.write_text("environment: {use: cities:env}\n")
-    assert _known_questions(export) is None
+    assert known_questions(export) is None
     recipe.write_text("rl: {problems: mine.jsonl}\n")
-    assert _known_questions(export) is None
+    assert known_questions(export) is None
     config = json.loads((export / "config.json").read_text())
     (export / "config.json").write_text(json.dumps(config | {"hidden_size": 2048}))
-    assert _known_questions(export) is None
+    assert known_questions(export) is None
+
+
+def test_a_model_is_asked_in_the_environment_that_it_was_trained_in(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    export = run / "exports" / "stage1"
+    export.mkdir(parents=True)
+    (run / "environment.json").write_text("{}")
+    assert chat_environment("auto", None).use == "python-math"
+    assert chat_environment("auto", tmp_path).use == "python-math"  # no run made it
+    recipe = "name: mine\nsft: null\nenvironment: {use: 'cities:env', folder: %s}\n"
+    (run / "recipe.yaml").write_text(recipe % tmp_path)
+    assert chat_environment("auto", export).use == "cities:env"
+    assert chat_environment("python-math", export).use == "python-math"
+    about = {"environment": {"name": "cities", "use": "cities", "made_from": {}}}
+    (run / "environment.json").write_text(json.dumps(about))
+    (run / "recipe.yaml").write_text(recipe.replace("cities:env", "cities") % tmp_path)
+    with pytest.raises(UserError, match=r"exists only in Python: chat there with rstar2\.Agent"):
+        chat_environment("auto", export)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,11 @@ from rstar2.cli import main
 from rstar2.cli.eval import own_set
 from rstar2.config import CodeEnvConfig, EnvironmentConfig, Recipe
 from rstar2.environments.identity import identify_object
+from rstar2.environments.open import open_environment
 from rstar2.evaluate import answerers
-from rstar2.evaluate.answerers import load_task, open_environment
+from rstar2.evaluate.answerers import load_task
+from rstar2.evaluate.benchmarks import Benchmark
+from rstar2.evaluate.store import EvalDirectory, EvalSettings
 from rstar2.learner.tiny import make_tokenizer
 from rstar2.record import RunDirectory
 from rstar2.rollout.groups import GroupRunner
@@ -85,6 +88,20 @@ def test_a_run_of_an_environment_object_says_how_to_evaluate_it(
     assert f"rstar2.evaluate_model({str(run)!r}, environment)" in " ".join(said.split())
 
 
+def test_rewards_of_an_own_environment_are_not_scored_again_without_their_rollout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problems = (Problem("1", "?", "", grader=""),)
+    settings = EvalSettings(
+        "hills", "", "embedded", {"heldout": "0"}, 1, 0.0, 1.0, 0, 64, 2, 0, "", {}, {}, {}
+    )
+    EvalDirectory.open(tmp_path / "e", settings, [Benchmark("heldout", "", problems)]).close()
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", str(tmp_path / "e"), "--rescore"])
+    assert ended.value.code == 2
+    assert "heldout has rewards of its own environment" in capsys.readouterr().err
+
+
 # --------------------------------------------------------------------------- opening and closing
 
 
@@ -107,7 +124,7 @@ async def test_the_environment_is_closed_before_the_code_environment(
     async def start(config: CodeEnvConfig) -> Client:
         return Client()
 
-    monkeypatch.setattr("rstar2.evaluate.answerers.CodeEnvClient.start", start)
+    monkeypatch.setattr("rstar2.environments.open.CodeEnvClient.start", start)
     environment = Hills([{"prompt": "?"}], lambda episode: 1.0, tools=[rstar2.python()])
     with pytest.raises(OSError, match="a tool server is gone"):
         async with open_environment(environment, CodeEnvConfig()):

@@ -2,9 +2,9 @@
 
 A moment is `never`; `step:STAGE:N` in the middle of the N-th step of a stage; `checkpoint:N` while
 the N-th checkpoint is half written; `stage:NAME` at the start of a stage or evaluation;
-`term:STAGE:N` sends SIGTERM instead of dying. The kind `evaluated` also evaluates before SFT and
-after every RL step, and lets the first stage end at a plateau; `rare` takes no checkpoint within a
-stage.
+`term:STAGE:N` sends SIGTERM instead of dying, in SFT after its N-th step. The kind `evaluated` also
+evaluates before SFT and after every RL step, and lets the first stage end at a plateau; `rare`
+takes no checkpoint within a stage.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class Killer(QuietView):
 
     def step(self, step: int, values: Any) -> None:
         self.done = step
+        if self.kind == "term" and self.where == f"sft:{step}" and self.at == "sft":
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def progress(self, done: int, total: int, unit: str = "rollouts") -> None:
         if self.kind in ("step", "term") and self.where == f"{self.at}:{self.done + 1}":

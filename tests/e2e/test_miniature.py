@@ -176,8 +176,15 @@ def processes_of(run: Path) -> list[str]:
 def test_sigterm_saves_the_last_step_and_leaves_no_process(finished: Path, tmp_path: Path) -> None:
     """Without periodic checkpoints: the step before the signal is saved, and is not run again."""
     run = tmp_path / "run"
+    assert drive(tmp_path / "data", run, "term:sft:10", "rare") == 3
+    assert processes_of(run) == []
+    last = read_events(run)[-1]
+    assert (last["event"], last["phase"]) == ("checkpoint", "sft")
+    assert 10 <= last["step"] == read_metrics(run)[-1]["step"] < 24
     assert drive(tmp_path / "data", run, "term:short:2", "rare") == 3
     assert processes_of(run) == []
+    sft = [m for m in figures(finished) if m["stage"] == "sft"]
+    assert [m for m in figures(run) if m["stage"] == "sft"] == sft
     assert [m["step"] for m in read_metrics(run) if m["stage"] == "short"] == [1]
     last = read_events(run)[-1]
     assert (last["event"], last["phase"], last["step"]) == ("checkpoint", "short", 1)

@@ -14,6 +14,7 @@ import pytest
 
 import rstar2
 from rstar2.config import EnvironmentConfig, Recipe
+from rstar2.endpoint.environment import ProgramEnvironment
 from rstar2.environments.base import EnvironmentProtocol
 from rstar2.environments.environment import EpisodeView
 from rstar2.environments.identity import identify, identify_object
@@ -236,3 +237,25 @@ def test_the_record_does_not_depend_on_the_process() -> None:
         for seed in ("1", "2")
     }
     assert len(records) == 1
+
+
+def test_a_changed_script_that_a_program_environment_starts_is_refused(tmp_path: Path) -> None:
+    for name in ("agent.py", "helper.py"):
+        (tmp_path / name).write_text("import helper\n" if name == "agent.py" else "x = 1\n")
+
+    def record() -> dict[str, Any]:
+        words = [sys.executable, str(tmp_path / "agent.py"), "--fast"]
+        problems = [{"prompt": str(n)} for n in range(9)]
+        return given(ProgramEnvironment(words, problems, name="agents"))
+
+    about = record()
+    assert sorted(about["scripts"]) == ["agent.py", "helper.py"]
+    old = {key: value for key, value in about.items() if key != "scripts"}
+    resume(tmp_path / "old", old)  # recorded by an earlier version
+    resume(tmp_path / "run", about)
+    for name, text in (("agent.py", "import helper\n"), ("helper.py", "x = 1\n")):
+        (tmp_path / name).write_text(text + "# changed\n")
+        resume(tmp_path / "old", record())
+        with pytest.raises(RecipeError, match=f"another version of {name}, which environment"):
+            resume(tmp_path / "run", record())
+        (tmp_path / name).write_text(text)

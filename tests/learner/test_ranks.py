@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rstar2.config import LossConfig, OptimizerConfig
-from rstar2.errors import CheckpointError, DeadlineError, RecipeError
-from rstar2.learner.group import LearnerGroup, RankError
+from rstar2.errors import CheckpointError, DeadlineError, RankError, RecipeError
+from rstar2.learner.group import LearnerGroup
 from tests.learner.learner_helpers import (
     ADAMW,
     hold_group,

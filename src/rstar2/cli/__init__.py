@@ -9,12 +9,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rstar2 import extras
+from rstar2.cli.waiting import waiting
 from rstar2.errors import InfrastructureError, UserError
 
 COMMANDS = {
@@ -52,6 +54,11 @@ COMMANDS = {
 }
 
 
+HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+SPOKEN_AFTER_S = 0.3
+"""An import that takes longer is announced on the terminal."""
+
+
 class LazyGroup(TyperGroup):
     """Imports a sub-command's module only when it is called, so that --help stays fast."""
 
@@ -67,7 +74,10 @@ class LazyGroup(TyperGroup):
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name][2])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Import the command that will run."""
+        """Import the command that will run; a misspelt one gets a suggestion."""
+        known = self.list_commands(ctx)
+        if args and args[0] not in known and (near := get_close_matches(args[0], known, 1)):
+            ctx.fail(f"There is no command {args[0]!r}. Did you mean {near[0]!r}?")
         name, command, rest = super().resolve_command(ctx, args)
         return name, load(name) if command is not None and name is not None else command, rest
 
@@ -75,7 +85,8 @@ class LazyGroup(TyperGroup):
 def load(name: str) -> Any:
     """Import a sub-command."""
     module, attribute, summary = COMMANDS[name]
-    target = getattr(importlib.import_module(module), attribute)
+    with waiting(f"starting rstar2 {name}", after_s=SPOKEN_AFTER_S):
+        target = getattr(importlib.import_module(module), attribute)
     if not isinstance(target, typer.Typer):
         wrapper = typer.Typer(add_completion=False, rich_markup_mode=None)
         wrapper.command(name=name)(target)
@@ -83,10 +94,35 @@ def load(name: str) -> Any:
     command = typer.main.get_command(target)
     command.name = name
     command.short_help = summary
+    name_values(command)
     return command
 
 
-app = typer.Typer(cls=LazyGroup, no_args_is_help=True, add_completion=False)
+def name_values(command: Any) -> None:
+    """Show what an option takes as a word (`--url URL`, `--seed N`), not as a Python type."""
+    for parameter in command.params:
+        if parameter.metavar is None and not getattr(parameter, "is_flag", False):
+            parameter.metavar = _placeholder(parameter)
+        if parameter.param_type_name == "argument":
+            parameter.display_type_rich = lambda ctx: None  # else typer adds <str> to the name
+    for inner in getattr(command, "commands", {}).values():
+        name_values(inner)
+
+
+def _placeholder(parameter: Any) -> str:
+    if parameter.param_type_name == "option":
+        described = getattr(parameter, "type_descriptor", None) or parameter.type  # by version
+        kind = str(getattr(described, "annotation", described)).lower()
+        if "int" in kind or "float" in kind:
+            return "N"
+        if "path" in kind:
+            return "PATH"
+    return str(parameter.name).strip("_").rpartition("_")[2].upper()
+
+
+app = typer.Typer(
+    cls=LazyGroup, no_args_is_help=True, rich_markup_mode=None, context_settings=HELP_NAMES
+)
 
 
 def _version(asked: bool) -> None:
@@ -116,7 +152,7 @@ def main(argv: list[str] | None = None) -> Any:
     """Entry point: turn named errors into one message and an exit code."""
     try:
         try:
-            return app(args=argv)
+            return app(args=argv, prog_name="rstar2")
         except ModuleNotFoundError as error:
             missing = extras.explain(error, "this command")
             if missing is None:

@@ -8,7 +8,7 @@ command line is answered once; without one, every line of standard input is a me
 from __future__ import annotations
 
 import asyncio
-import json
+import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -28,20 +28,32 @@ from rstar2.agent.episodes import (
     open_episode,
 )
 from rstar2.agent.loop import AgentLoop, RolloutSpec
-from rstar2.agent.template import Template, settings_of
 from rstar2.cli.chat_output import ColouredOutput
-from rstar2.codeenv.client.client import CodeEnvClient
-from rstar2.config import AgentConfig, CodeEnvConfig, SamplingConfig, TemplateConfig
-from rstar2.config.preflight import TINY
-from rstar2.environments.python_math import PythonMath
+from rstar2.cli.model_directory import (
+    known_questions,
+    longest,
+    model_directory,
+    trained_environment,
+    unknown_question,
+)
+from rstar2.cli.waiting import waiting
+from rstar2.config import (
+    AgentConfig,
+    CodeEnvConfig,
+    EnvironmentConfig,
+    SamplingConfig,
+    TemplateConfig,
+)
+from rstar2.config.codeenv import TOKEN_VARIABLE, URL_VARIABLE
+from rstar2.environments.base import EnvironmentProtocol, SandboxClient
+from rstar2.environments.load import load_environment
+from rstar2.environments.open import open_environment
 from rstar2.errors import UserError
-from rstar2.problems.arithmetic import EXAMPLES, is_known_question
-from rstar2.problems.load import ARITHMETIC
-from rstar2.record.read import read_recipe, rl_stage_names
 from rstar2.types import Generation, Message, Problem, Sampling, StopReason, Trajectory, encode
 
 if TYPE_CHECKING:
     from rstar2.agent.chat_loop import ChatLoop
+    from rstar2.agent.template import Template
     from rstar2.engine.embedded import EmbeddedEngine
 
 progress = Console(stderr=True, markup=False, highlight=False)
@@ -68,8 +80,21 @@ Seed = Annotated[int, typer.Option(help="Seed of the sampling.")]
 System = Annotated[
     str, typer.Option(help="System prompt: paper, none, or auto (as in the checkpoint's training).")
 ]
+Environment = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="The environment with the model's tools: auto (the one that it was trained in), or "
+        "any that `rstar2 env list` shows.",
+    ),
+]
 CodeEnv = Annotated[
-    list[str] | None, typer.Option(help="URL of a code environment. Without it, one is started.")
+    list[str] | None,
+    typer.Option(
+        envvar=URL_VARIABLE,
+        metavar="URL",
+        help="A code environment that runs already. Without it, one is started.",
+    ),
 ]
 
 
@@ -102,9 +127,13 @@ def chat(
     temperature: Temperature = 0.6,
     seed: Seed = 0,
     system: System = "auto",
+    environment: Environment = "auto",
     codeenv: CodeEnv = None,
 ) -> None:
-    """Talk to an agent that reasons, runs Python and answers."""
+    """Talk to an agent that reasons, uses its tools and answers.
+
+    A model from a run has the tools that it was trained with, others have a Python tool.
+    """
     if (model is None) == (url is None):
         raise UserError("chat needs either --model DIR or --url URL")
     if system not in ("auto", "paper", "none"):
@@ -113,23 +142,47 @@ def chat(
     sampling = SamplingConfig(temperature=temperature)
     options = Options(max_turns, max_length, sampling, seed, as_json)
 
+    task = chat_environment(environment, directory)
+    # Interpreters start when a program needs them: most conversations need one, not all.
+    config = CodeEnvConfig(
+        urls=tuple(codeenv or ()), token=os.environ.get(TOKEN_VARIABLE), warm_up="never"
+    )
+
     async def run() -> bool:
         async with AsyncExitStack() as stack:
-            with progress.status("starting the code environment and the model"):
-                tools = await CodeEnvClient.start(CodeEnvConfig(urls=tuple(codeenv or ())))
-                await stack.enter_async_context(tools)
+            with waiting("loading the model" if directory else "connecting to the endpoint"):
                 speaker: Speaker
                 if url is not None:
-                    speaker = await _endpoint(
-                        stack, url, served_model, api_key, tools, options, system
-                    )
-                elif directory is not None:
-                    speaker = await _embedded(stack, directory, tools, options, system)
-            knows = None if directory is None else _known_questions(directory)
+                    endpoint = (url, served_model, api_key)
+                    speaker = await _endpoint(stack, endpoint, task, config, options, system)
+                else:
+                    assert directory is not None
+                    speaker = await _embedded(stack, directory, task, config, options, system)
+            own = environment != "auto" or directory is None
+            knows = None if own or directory is None else known_questions(directory)
             return await converse(speaker, prompt, options, knows)
 
     if not asyncio.run(run()):
         raise typer.Exit(1)
+
+
+def chat_environment(name: str, directory: Path | None) -> EnvironmentConfig:
+    """The environment that a conversation takes place in."""
+    if name != "auto":
+        return EnvironmentConfig(use=name, folder=str(Path.cwd()))
+    return EnvironmentConfig() if directory is None else trained_environment(directory)
+
+
+def _episodic(environment: EnvironmentProtocol) -> EnvironmentProtocol:
+    """The environment, unless a program writes its prompts: then there is nobody to talk to."""
+    from rstar2.endpoint.environment import ProgramEnvironment
+
+    if isinstance(environment, ProgramEnvironment):
+        raise UserError(
+            f"chat cannot use environment {environment.name}: an agent program writes its "
+            "prompts. --environment python-math gives the model a Python tool instead"
+        )
+    return environment
 
 
 async def converse(
@@ -145,7 +198,7 @@ async def converse(
     trajectory: Trajectory | None = None
     async for text in _messages(prompt, quiet=options.as_json):
         if knows is not None and not knows(text):
-            progress.print(_unknown_question(), style="yellow")
+            progress.print(unknown_question(), style="yellow")
         trajectory = await speaker.say(text)
         if options.as_json:
             sys.stdout.write(encode(trajectory).decode() + "\n")
@@ -205,63 +258,6 @@ def _too_long(trajectory: Trajectory, options: Options) -> str:
 # --------------------------------------------------------------------------- embedded engine
 
 
-def model_directory(path: Path) -> Path:
-    """The directory that holds the weights: the path itself, or the export of a run's last stage.
-
-    The order of stages is that of the run's recipe; times of files change when a run is copied.
-    """
-    if (path / "config.json").is_file():
-        return path
-    exports = {
-        entry.parent.name: entry.parent for entry in (path / "exports").glob("*/config.json")
-    }
-    if not exports:
-        raise UserError(
-            f"--model {path}: no config.json here and no exports/ of a run: give a directory that "
-            "transformers can load, or a run directory"
-        )
-    stages = ["sft", *rl_stage_names(read_recipe(path))]
-    known = [name for name in stages if name in exports]
-    if not known:
-        raise UserError(
-            f"--model {path}: its exports ({', '.join(sorted(exports))}) are not stages of its "
-            f"recipe: give one of them, such as {exports[min(exports)]}"
-        )
-    typer.echo(f"model: {exports[known[-1]]}", err=True)
-    return exports[known[-1]]
-
-
-def _known_questions(directory: Path) -> Callable[[str], bool] | None:
-    """Which questions the model can answer, if it is the tiny one of the embedded task."""
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    if config.get("hidden_size") != TINY.shape.hidden:
-        return None
-    if config.get("vocab_size") != TINY.shape.vocabulary:
-        return None
-    run = directory.parents[1]
-    if directory.parent.name == "exports" and (run / "recipe.yaml").is_file():
-        recipe = read_recipe(run)
-        sources = [(recipe.get(part) or {}).get("problems") for part in ("rl", "evaluation")]
-        task = (recipe.get("environment") or {}).get("use", PythonMath.name)
-        if task != PythonMath.name or any(s not in (None, ARITHMETIC) for s in sources):
-            return None
-    return is_known_question
-
-
-def _unknown_question() -> str:
-    examples = "\n".join(f"  {example}" for example in EXAMPLES)
-    return (
-        "warning: the tiny model knows eight kinds of questions, in the wordings that it was "
-        f"trained on, and answers anything else at random. One of each:\n{examples}"
-    )
-
-
-def longest(directory: Path, asked: int) -> int:
-    """The requested length, or the model's maximum if that is less."""
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    return min(asked, int(config.get("max_position_embeddings") or asked))
-
-
 @dataclass(slots=True)
 class Streaming:
     """An engine that shows its tokens while they are sampled."""
@@ -299,14 +295,19 @@ class EmbeddedSpeaker:
     """A conversation with a local model, exact to the token across messages."""
 
     def __init__(
-        self, engine: EmbeddedEngine, template: Template, tools: CodeEnvClient, options: Options
+        self,
+        engine: EmbeddedEngine,
+        template: Template,
+        environment: EnvironmentProtocol,
+        tools: SandboxClient | None,
+        options: Options,
     ) -> None:
         self._template, self._options = template, options
         self._output = None if options.as_json else ColouredOutput(Console())
         show = self._output.feed if self._output else lambda _text: None
         end = self._output.end if self._output else lambda: None
         self._loop = AgentLoop(
-            PythonMath(template.config),
+            environment,
             Streaming(engine, template, show, end),
             tools,
             template,
@@ -345,27 +346,46 @@ class EmbeddedSpeaker:
 
 
 async def _embedded(
-    stack: AsyncExitStack, directory: Path, tools: CodeEnvClient, options: Options, system: str
+    stack: AsyncExitStack,
+    directory: Path,
+    task: EnvironmentConfig,
+    config: CodeEnvConfig,
+    options: Options,
+    system: str,
 ) -> EmbeddedSpeaker:
+    """Start the engine, and meanwhile load the tokenizer and open the environment."""
     options = replace(options, max_length=longest(directory, options.max_length))
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # heavy: not for --help
-
     from rstar2.engine.embedded import EmbeddedEngine
 
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise UserError(f"--model {directory}: its tokenizer has no tokenizer.json")
-    config = _settings(settings_of(tokenizer), system)
-    template = Template(tokenizer, config, PythonMath(config).prefill)
     engine = EmbeddedEngine(
         directory,
         kv_tokens=options.max_length + 64,
         max_sequences=1,
         max_length=options.max_length,
     )
-    await engine.start()
     stack.push_async_callback(engine.close)
-    return EmbeddedSpeaker(engine, template, tools, options)
+    starting = asyncio.ensure_future(engine.start())
+    try:
+        template, environment = await asyncio.to_thread(_task, directory, task, system)
+        tools = await stack.enter_async_context(open_environment(environment, config))
+        await starting
+    finally:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+    return EmbeddedSpeaker(engine, template, environment, tools, options)
+
+
+def _task(
+    directory: Path, task: EnvironmentConfig, system: str
+) -> tuple[Template, EnvironmentProtocol]:
+    """The template of a model and the environment of the conversation."""
+    from rstar2.agent.template import Template, settings_of
+    from rstar2.agent.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(directory)
+    config = _settings(settings_of(tokenizer), system)
+    environment = _episodic(load_environment(task, config))
+    return Template(tokenizer, config, environment.prefill), environment
 
 
 def _settings(saved: TemplateConfig | None, system: str) -> TemplateConfig:
@@ -384,10 +404,15 @@ class EndpointSpeaker:
     """A conversation with an endpoint that returns text."""
 
     def __init__(
-        self, chat_loop: ChatLoop, tools: CodeEnvClient, config: TemplateConfig, options: Options
+        self,
+        chat_loop: ChatLoop,
+        environment: EnvironmentProtocol,
+        tools: SandboxClient | None,
+        config: TemplateConfig,
+        options: Options,
     ) -> None:
         self._chat_loop, self._tools, self._config = chat_loop, tools, config
-        self._options = options
+        self._environment, self._options = environment, options
         self._output = None if options.as_json else ColouredOutput(Console())
         if self._output is not None:
             chat_loop.on_text = self._output.feed
@@ -398,7 +423,7 @@ class EndpointSpeaker:
         from rstar2.agent.chat_loop import opening_messages
 
         problem = Problem(f"chat-{self._count}", text, "")
-        environment, agent = PythonMath(self._config), self._chat_loop.agent
+        environment, agent = self._environment, self._chat_loop.agent
         opening = open_episode(
             environment,
             problem,
@@ -421,21 +446,25 @@ class EndpointSpeaker:
 
 async def _endpoint(
     stack: AsyncExitStack,
-    url: str,
-    served: str | None,
-    api_key: str | None,
-    tools: CodeEnvClient,
+    endpoint: tuple[str, str | None, str | None],
+    task: EnvironmentConfig,
+    codeenv: CodeEnvConfig,
     options: Options,
     system: str,
 ) -> EndpointSpeaker:
+    """Connect to an endpoint, given by URL, model and key, and open the environment."""
     from rstar2.agent.chat_loop import ChatLoop
     from rstar2.engine.openai import OpenAIChat
 
+    url, served, api_key = endpoint
+    config = _settings(None, system)
+    environment = _episodic(load_environment(task, config))
+    tools = await stack.enter_async_context(open_environment(environment, codeenv))
     model = await stack.enter_async_context(OpenAIChat(url, model=served, api_key=api_key))
     chat_loop = ChatLoop(
         model, AgentConfig(), options.sampling, [], options.max_length, options.max_turns
     )
-    return EndpointSpeaker(chat_loop, tools, _settings(None, system), options)
+    return EndpointSpeaker(chat_loop, environment, tools, config, options)
 
 
 def _observer(

@@ -23,11 +23,10 @@ from rstar2.codeenv import deadlines
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.config import CodeEnvConfig
-from rstar2.config.codeenv import WarmUp
+from rstar2.config.codeenv import TOKEN_VARIABLE, WarmUp
 from rstar2.errors import UserError
 from rstar2.types import Limits, ToolResult, encode
 
-TOKEN_VARIABLE = "RSTAR2_CODEENV_TOKEN"
 PORT = 8088
 MCP_PORT = 8089
 CONFIG = CodeEnvConfig()

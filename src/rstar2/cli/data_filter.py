@@ -226,7 +226,7 @@ async def _opened(asked: AnswerOptions) -> AsyncIterator[Ask]:
         async with open_endpoint(recipe, endpoint, plain or TemplateConfig()) as answerer:
             yield _asker(answerer, spec)
         return
-    from rstar2.cli.chat import longest, model_directory
+    from rstar2.cli.model_directory import longest, model_directory
 
     assert asked.model is not None
     directory = model_directory(asked.model)
@@ -264,7 +264,7 @@ def _asker(answerer: Answerer, spec: RolloutSpec) -> Ask:
 
 def _identity(model: Path | None) -> str:
     """Name and fingerprint of the weights at a path; a run's newest export may change."""
-    from rstar2.cli.chat import model_directory
+    from rstar2.cli.model_directory import model_directory
     from rstar2.evaluate.answerers import fingerprint
 
     if model is None:

@@ -112,19 +112,16 @@ def _weights(texts: list[str]) -> dict[str, float] | None:
 
 def token_counter(directory: Path) -> Measure:
     """Return a function that measures conversations in tokens, exactly as SFT tokenizes them."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # heavy: not for --help
-
     from rstar2.agent.template import Template, settings_of
+    from rstar2.agent.tokenizer import load_tokenizer
     from rstar2.config import TemplateConfig
     from rstar2.paper_format import REASON_OPEN
     from rstar2.types import Conversation
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--tokenizer {directory}: no tokenizer found there: {error}") from error
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise UserError(f"--tokenizer {directory}: it has no tokenizer.json")
+        tokenizer = load_tokenizer(directory)
+    except UserError as error:
+        raise UserError(f"--tokenizer {error}") from error
     config = settings_of(tokenizer) or TemplateConfig()
     template = Template(tokenizer, config, REASON_OPEN if config.prefill_reason else "")
 

@@ -156,7 +156,7 @@ class EntropyTarget:
 
     def sampled(self, problems: str, max_length: int, max_turns: int) -> list[Analysis]:
         """Rollouts of a model, sampled now by the agent loop, fleet and grader of training."""
-        from rstar2.cli.chat import longest, model_directory
+        from rstar2.cli.model_directory import longest, model_directory
         from rstar2.entropy.classes import recorded_entropies
         from rstar2.entropy.sources import LabelledRollouts, exact_entropies
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from rstar2.cli.chat import longest, model_directory
 from rstar2.cli.eval_job import EvalJob, EvalOptions, conclude, load_sets, rescored, tables
+from rstar2.cli.model_directory import longest, model_directory, only_in_python
 from rstar2.config import Recipe, load_recipe
 from rstar2.errors import UserError
 from rstar2.plugins import make_importable
@@ -39,7 +39,7 @@ class DefaultToRun(TyperGroup):
     """`rstar2 eval MODEL` is `rstar2 eval run MODEL`; `compare` is the other command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args or (args[0] not in self.commands and args[0] != "--help"):
+        if not args or (args[0] not in self.commands and args[0] not in ("-h", "--help")):
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
@@ -69,8 +69,9 @@ Model = Annotated[
 Benchmarks = Annotated[
     list[str] | None,
     typer.Option(
+        metavar="BENCHMARK",
         help="Benchmark to score: aime24, aime25, hmmt25, math500, gsm8k, gpqa, arithmetic, "
-        "NAME=FILE or FILE. Can be repeated."
+        "NAME=FILE or FILE. Can be repeated.",
     ),
 ]
 Preset = Annotated[
@@ -216,13 +217,8 @@ def base_recipe(
 
 def check_by_name(recipe: Recipe, run: Path) -> None:
     """Refuse a run whose environment is a Python object: a command cannot make it again."""
-    from rstar2.environments.load import PYTHON_MATH, known_environments
-    from rstar2.record import read_environment
-
     use = recipe.environment.use
-    recorded = read_environment(run).get("environment") or {}
-    was_given = "made_from" in recorded and recorded.get("use") == use
-    if use != PYTHON_MATH and (was_given or (":" not in use and use not in known_environments())):
+    if only_in_python(recipe, run):
         raise UserError(
             f"{run} was trained with rstar2.train and an environment {use!r} that exists only in "
             f"Python: evaluate it there with rstar2.evaluate_model({str(run)!r}, environment), or "

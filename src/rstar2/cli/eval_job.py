@@ -228,7 +228,7 @@ def rescored(path: Path, on: list[str]) -> Path:
     from rstar2.codeenv.client.client import CodeEnvClient
     from rstar2.config import CodeEnvConfig
     from rstar2.evaluate.show import AnswerProgress
-    from rstar2.evaluate.store import EvalDirectory, read_settings
+    from rstar2.evaluate.store import EvalDirectory, read_problems, read_settings
     from rstar2.evaluate.sweep import rescore
 
     settings = read_settings(path)
@@ -238,6 +238,13 @@ def rescored(path: Path, on: list[str]) -> Path:
     sets = {
         name: changed[name].problems if name in changed else None for name in settings.benchmarks
     }
+    for name, problems in sets.items():
+        if not all(problem.grader for problem in problems or read_problems(path, name)):
+            raise UserError(
+                f"--rescore {path}: {name} has rewards of its own environment, which depend on the "
+                "whole rollout and not on the recorded answer alone: evaluate again into another "
+                "directory (--out)"
+            )
     with EvalDirectory.open(path, settings, ()) as directory:
         total = sum(len(directory.done(name)) for name in sets)
         with AnswerProgress(progress, total, 0) as shown:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rstar2.cli.chat import model_directory
+from rstar2.cli.model_directory import model_directory
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.config import Recipe, load_recipe
 from rstar2.environments.base import EnvironmentProtocol
@@ -75,7 +75,8 @@ def export(
 def copy_export(run: Path, recipe: Recipe, source: Path, target: Path) -> None:
     """Copy an export of a run; one of an older version gets its trained prompt and its card."""
     from rstar2.agent.exported import is_exported
-    from rstar2.pipeline.export import complete_export, load_tokenizer, write_card
+    from rstar2.agent.tokenizer import load_tokenizer
+    from rstar2.pipeline.export import complete_export, write_card
 
     with replacing_directory(target) as temporary:
         for file in sorted(source.iterdir()):

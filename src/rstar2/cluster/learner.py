@@ -14,8 +14,7 @@ from rstar2.cluster import nodes
 from rstar2.cluster.actors import RankActor
 from rstar2.cluster.placement import Ledger, rank_need
 from rstar2.config import Recipe
-from rstar2.errors import DeadlineError, RecipeError, UserError
-from rstar2.learner.group import RankError
+from rstar2.errors import DeadlineError, RankError, RecipeError, UserError
 
 POLL_S = 0.2
 

@@ -10,6 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from rstar2.types import Limits
 
 WarmUp = Literal["before", "after", "never"]
+URL_VARIABLE = "RSTAR2_CODEENV_URL"
+"""Commands use the server at this address instead of starting one."""
+TOKEN_VARIABLE = "RSTAR2_CODEENV_TOKEN"
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 

@@ -83,6 +83,12 @@ class Command:
     arguments: Sequence[str]
     directory: Path | None = None
 
+    @property
+    def scripts(self) -> tuple[Path, ...]:
+        """The files among its words, for the record of a run (`environments.identity`)."""
+        words = (Path(self.directory or ".", word) for word in self.arguments[1:])
+        return tuple(path for path in words if path.is_file())
+
     async def __call__(self, base_url: str, api_key: str, problem: Problem) -> Any:
         with tempfile.TemporaryDirectory(prefix="rstar2-program-") as scratch:
             child = Child(

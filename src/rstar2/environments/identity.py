@@ -4,6 +4,7 @@
     source     hash of the file that defines the environment; empty for installed packages
     modules    hash of each module beside that file which it imports, directly or through others
     problems   hash of the ids, prompts and answers, by split
+    scripts    hash of each script that the environment starts as a program, and of its modules
     made_from  hash of each part of an environment that was given as a Python object
 
 All values are plain JSON. Objects count with their class and with the public attributes that are
@@ -48,6 +49,14 @@ class Described(Protocol):
     def made_from(self) -> Mapping[str, Any]: ...
 
 
+@runtime_checkable
+class StartsScripts(Protocol):
+    """A part of an environment that starts files as programs, such as endpoint.program.Command."""
+
+    @property
+    def scripts(self) -> Sequence[Path]: ...
+
+
 def identify(
     config: EnvironmentConfig,
     environment: EnvironmentProtocol,
@@ -71,6 +80,7 @@ def identify(
         "args": dict(config.args),
         "source": source,
         "modules": modules,
+        "scripts": _scripts(environment),
         "problems": _problems(problems),
     }
 
@@ -101,9 +111,21 @@ def identify_object(
         "args": {},
         "source": source,
         "modules": modules,
+        "scripts": _scripts(environment),
         "problems": _problems(problems),
         "made_from": made_from,
     }
+
+
+def _scripts(environment: EnvironmentProtocol) -> dict[str, str]:
+    """Hashes by path of the scripts that the parts of an environment start."""
+    parts = environment.made_from.values() if isinstance(environment, Described) else ()
+    hashes: dict[str, str] = {}
+    for part in parts:
+        for script in part.scripts if isinstance(part, StartsScripts) else ():
+            source, modules = _sources([script])
+            hashes |= {script.name: source, **modules}
+    return hashes
 
 
 def _hash(data: bytes) -> str:

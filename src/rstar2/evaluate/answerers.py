@@ -11,15 +11,13 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rstar2.agent.chat_loop import ChatLoop, ChatModel, opening_messages
 from rstar2.agent.episodes import EpisodeError, conclude, open_episode
 from rstar2.agent.loop import AgentLoop, RolloutSpec
-from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.config import (
     AgentConfig,
-    CodeEnvConfig,
     EnvironmentConfig,
     Recipe,
     SchedulerConfig,
@@ -29,7 +27,7 @@ from rstar2.engine.base import Engine
 from rstar2.engine.openai import ChatReply, OnText
 from rstar2.environments.base import EnvironmentProtocol, SandboxClient
 from rstar2.environments.load import load_environment
-from rstar2.errors import UserError
+from rstar2.environments.open import open_environment
 from rstar2.rollout.fleet import Fleet
 from rstar2.rollout.groups import GroupRunner
 from rstar2.rollout.scheduler import Scheduler
@@ -211,32 +209,14 @@ def load_task(
 
     The template is as requested, else as trained, else the paper's.
     """
-    from transformers import AutoTokenizer  # slow to import: only on use
-
     from rstar2.agent.template import Template, settings_of
+    from rstar2.agent.tokenizer import load_tokenizer
 
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{directory}: no tokenizer there: {error}") from error
+    tokenizer = load_tokenizer(directory)
     config = asked or settings_of(tokenizer) or TemplateConfig()
     if isinstance(environment, EnvironmentConfig):
         environment = load_environment(environment, config)
     return Template(tokenizer, config, environment.prefill), environment
-
-
-@asynccontextmanager
-async def open_environment(
-    environment: EnvironmentProtocol, config: CodeEnvConfig
-) -> AsyncIterator[CodeEnvClient | None]:
-    """The code environment, if the environment needs it; closes the environment before it."""
-    async with AsyncExitStack() as stack:
-        tools: CodeEnvClient | None = None
-        if environment.needs_sandbox:
-            tools = await CodeEnvClient.start(config)
-            stack.push_async_callback(tools.close)
-        stack.push_async_callback(environment.close)
-        yield tools
 
 
 @asynccontextmanager

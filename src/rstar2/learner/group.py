@@ -34,7 +34,13 @@ from torch import Tensor
 
 from rstar2.child import call_when_closed, describe_exit
 from rstar2.config import LearnerConfig, LossConfig, OptimizerConfig
-from rstar2.errors import DeadlineError, DiskFullError, InfrastructureError, RstarError
+from rstar2.errors import (
+    DeadlineError,
+    DiskFullError,
+    InfrastructureError,
+    RankError,
+    RstarError,
+)
 from rstar2.learner.learner import Learner, SftRow
 from rstar2.malloc import keep_freed_memory
 from rstar2.types import Batch, TokenValues
@@ -42,10 +48,6 @@ from rstar2.types import Batch, TokenValues
 START_S = 300.0
 CALL_S = 3600.0
 CLOSE_S = 10.0
-
-
-class RankError(InfrastructureError):
-    """A learner rank died or failed; the group is closed."""
 
 
 class Ranks(Protocol):

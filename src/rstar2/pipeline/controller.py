@@ -28,8 +28,8 @@ a step everything overlaps: the rollouts of all groups, their tool calls and the
 State moves forward in one place, after a step is complete and recorded; a checkpoint holds that
 state together with the learner's. So kill -9 at any moment loses at most the steps since the last
 checkpoint, and the same command repeats them with the same seeds. Ctrl-C saves the last completed
-step first, unless the learner has already begun the next one. A lost learner rank has the effect of
-a kill: a new group of ranks starts from the last checkpoint.
+step first: SFT completes the step that it is in, RL saves unless the learner has begun the next. A
+lost learner rank has the effect of a kill: new ranks start from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from time import monotonic
 
 from rstar2.config import Recipe, StageConfig
 from rstar2.environments.base import EnvironmentProtocol
+from rstar2.errors import RankError
 from rstar2.grpo.batch import teaches
 from rstar2.grpo.roc import select
-from rstar2.learner.group import RankError
 from rstar2.pipeline import stages
 from rstar2.pipeline.collapse import detect_collapse
 from rstar2.pipeline.plateau import stage_complete, watch_plateau

@@ -7,23 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rstar2.agent.episodes import EpisodeError, open_episode
 from rstar2.agent.exported import TrainedPrompt, exported_tokenizer
 from rstar2.agent.prompts import shown_to_model
 from rstar2.agent.template import Template
+from rstar2.agent.tokenizer import load_tokenizer
 from rstar2.config import Recipe, TemplateConfig
 from rstar2.endpoint.environment import ProgramEnvironment
 from rstar2.environments.base import EnvironmentProtocol, SandboxClient
-from rstar2.errors import InfrastructureError, UserError
+from rstar2.errors import InfrastructureError
 from rstar2.files import write_file
-from rstar2.learner.weights import write_generation_config
 from rstar2.report.model_card import model_card
 from rstar2.types import Problem
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 CARD = "README.md"
 OPEN_DEADLINE_S = 60.0
@@ -83,18 +80,10 @@ def complete_export(
     directory: Path, recipe: Recipe, environment: EnvironmentProtocol, prompt: TrainedPrompt | None
 ) -> None:
     """Write the trained prompt and the stop tokens into a model directory that lacks them."""
+    from rstar2.learner.weights import write_generation_config  # torch: only on use
+
     tokenizer = load_tokenizer(directory)
     template = Template(tokenizer, recipe.template, environment.prefill)
     if prompt is not None:
         exported_tokenizer(template, prompt).save_pretrained(directory)
     write_generation_config(directory, template.stop_ids)
-
-
-def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of an export."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise UserError(f"{directory}: its tokenizer has no tokenizer.json")
-    return tokenizer

@@ -278,6 +278,8 @@ class LiveView:
 
     def _bar(self, width: int) -> Text:
         now = self._now
+        if not now.name:
+            return Text("  loading the model", style="dim")
         done, total, unit = now.inner
         text = Text(f"  {now.name:<12} ").append_text(bar(now.share, max(8, min(40, width - 50))))
         if now.kind in (StageKind.FILTER, StageKind.EVALUATION):

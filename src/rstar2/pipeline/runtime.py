@@ -18,7 +18,7 @@ import logging
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -33,7 +33,6 @@ from rstar2.environments.base import EnvironmentProtocol
 from rstar2.environments.load import load_environment, recipe_problems
 from rstar2.errors import EngineError, InfrastructureError, RecipeError, WeightUpdateError
 from rstar2.files import replacing_directory
-from rstar2.learner.weights import probe_tolerance, publish
 from rstar2.pipeline.export import trained_prompt
 from rstar2.rollout.fleet import Fleet
 from rstar2.rollout.groups import GroupRunner
@@ -241,6 +240,8 @@ class Runtime:
 
     async def _prove(self, engines: Sequence[Engine], version: WeightVersion) -> dict[str, float]:
         """Publish to these engines; the tolerance depends on their number format."""
+        from rstar2.learner.weights import probe_tolerance, publish  # torch: loaded by now
+
         tolerance = probe_tolerance(self.recipe.model.dtype)
         return await publish(
             self.learner,
@@ -262,11 +263,12 @@ class Runtime:
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
-        if self._fleet is not None:
-            await self._fleet.close()
-        await self.environment.close()
-        if self._tools is not None:
-            await self._tools.close()
+        async with AsyncExitStack() as stack:  # each is closed, also if another fails
+            if self._tools is not None:
+                stack.push_async_callback(self._tools.close)
+            stack.push_async_callback(self.environment.close)
+            if self._fleet is not None:
+                stack.push_async_callback(self._fleet.close)
 
 
 @asynccontextmanager
@@ -304,8 +306,10 @@ async def open_runtime(
             try:
                 yield runtime
             finally:
-                await runtime.close()
-                await runtime.on_learner(runtime.learner.close)
+                try:
+                    await runtime.close()
+                finally:
+                    await runtime.on_learner(runtime.learner.close)
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
 

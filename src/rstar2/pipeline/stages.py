@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import monotonic
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -22,15 +23,18 @@ from rstar2.config import EvaluationConfig, SamplingConfig, SftConfig, StageConf
 from rstar2.errors import InfrastructureError, RecipeError
 from rstar2.evaluate.run import GREEDY, answer_all, evaluate
 from rstar2.files import write_file
-from rstar2.learner.learner import SftRow
 from rstar2.pipeline.progress import StageKind
 from rstar2.pipeline.state import RunState
 from rstar2.pipeline.training import SFT, Training
 from rstar2.problems.conversations import MakeConversations, batches, held_out, sft_steps
 from rstar2.problems.model_filters import difficulty
 from rstar2.record import evaluation_stage, filter_stage
-from rstar2.tasks import together
+from rstar2.record.read import stage_label
+from rstar2.tasks import to_the_end, together
 from rstar2.types import Conversation, Evaluation, Group
+
+if TYPE_CHECKING:
+    from rstar2.learner.learner import SftRow
 
 SFT_HELDOUT = 64
 """Conversations in the held-out loss."""
@@ -57,7 +61,9 @@ async def sft(training: Training, config: SftConfig, state: RunState) -> RunStat
             f"environment {training.runtime.environment.name} has no demonstrations for SFT: leave "
             "SFT out with `sft: null`, or give conversations with sft.data"
         )
-    while state.step < total:
+
+    async def one_step() -> None:
+        nonlocal state, rows
         started = monotonic()
         step = state.step + 1
         work = asyncio.ensure_future(training.runtime.on_learner(learner.sft_step, rows))
@@ -71,8 +77,16 @@ async def sft(training: Training, config: SftConfig, state: RunState) -> RunStat
         state = replace(state, step=step, sft_steps=step)
         training.run.metrics(SFT, step, metrics)
         training.view.step(step, metrics)
-        if step % SFT_SAVE_EVERY == 0 and step < total:
-            await training.save(state)
+
+    try:
+        while state.step < total:
+            await to_the_end(one_step())
+            if state.step % SFT_SAVE_EVERY == 0 and state.step < total:
+                await training.save(state)
+    except asyncio.CancelledError:  # Ctrl-C: the step that the learner had begun is complete
+        if state.step:
+            await training.save_if_newer(state)
+        raise
     return replace(state.finish(SFT), version=state.version + 1)
 
 
@@ -158,7 +172,7 @@ async def evaluation(training: Training, stage: str, state: RunState) -> None:
     if not missing:
         return
     total = len(training.runtime.heldout) * len(missing)
-    training.view.stage(f"eval-{stage}", StageKind.EVALUATION, total)
+    training.view.stage(f"eval-{shown_stage(training, stage)}", StageKind.EVALUATION, total)
     await training.publish(state.version)
     for result, groups in await answer_heldout(training, stage, state.step, missing):
         record_evaluation(training, result, groups)
@@ -228,4 +242,9 @@ def record_evaluation(training: Training, result: Evaluation, groups: Sequence[G
     for group in groups:
         training.run.trajectories(name, result.step, group)
     training.run.evaluation(result)
-    training.view.evaluation(result)
+    training.view.evaluation(replace(result, stage=shown_stage(training, result.stage)))
+
+
+def shown_stage(training: Training, stage: str) -> str:
+    """The name of an evaluated stage in the terminal."""
+    return stage_label({"sft": training.recipe.sft}, stage)

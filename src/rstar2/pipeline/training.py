@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rstar2.config import OptimizerConfig, Recipe, RlConfig, StageConfig
 from rstar2.errors import CheckpointError
 from rstar2.grpo.batch import make_batch, resample_groups
-from rstar2.learner.checkpoint import CheckpointStore, SavedCheckpoint, TornError
 from rstar2.pipeline.export import write_card
 from rstar2.pipeline.progress import ProgressView
 from rstar2.pipeline.runtime import Runtime
@@ -21,6 +21,9 @@ from rstar2.pipeline.state import RunState
 from rstar2.record import RunDirectory
 from rstar2.rollout.collector import CollectedStep
 from rstar2.types import Batch, Selection, WeightVersion
+
+if TYPE_CHECKING:
+    from rstar2.learner.checkpoint import SavedCheckpoint
 
 BASE = "base"
 """The model before SFT, in evaluations."""
@@ -63,6 +66,8 @@ class Training:
     def __init__(
         self, recipe: Recipe, run: RunDirectory, view: ProgressView, runtime: Runtime
     ) -> None:
+        from rstar2.learner.checkpoint import CheckpointStore  # torch: the runtime has loaded it
+
         self.recipe, self.run, self.view, self.runtime = recipe, run, view, runtime
         self.checkpoints = CheckpointStore(run.path / "checkpoints", recipe.record.keep_checkpoints)
         self._saved: int | None = None
@@ -134,7 +139,7 @@ class Training:
         self.run.event("checkpoint", phase=state.phase, step=state.step)
 
     async def save_if_newer(self, state: RunState) -> None:
-        """Save a state of RL that no checkpoint has, if the learner still has its weights."""
+        """Save a state that no checkpoint has, if the learner still has its weights."""
         if state.ordinal != self._saved and self._learned in (None, state.step):
             await self.save(state)
             self.view.note(f"saved step {state.step} of {state.phase}")
@@ -157,6 +162,8 @@ class Training:
 
     async def _load_latest(self) -> SavedCheckpoint | None:
         """Load the newest checkpoint that can be loaded into the learner."""
+        from rstar2.learner.checkpoint import TornError
+
         damaged: list[Path] = []
         while (saved := self.checkpoints.latest(damaged)) is not None:
             phase = RunState.from_dict(saved.state).phase

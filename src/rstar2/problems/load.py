@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 
 from rstar2.errors import DataError
-from rstar2.problems.overlap import HashTable, text_hash
 from rstar2.reward.grade import check_gold
 from rstar2.seeds import derive_seed
 from rstar2.types import Problem, Split
@@ -55,6 +54,8 @@ def load_problems(
 
 def read_jsonl(path: Path, *, graded: bool = True) -> Iterator[Problem]:
     """Stream a JSONL file of problems; ids must be unique, and `graded` answers readable."""
+    from rstar2.problems.overlap import HashTable, text_hash  # NumPy: only files need it
+
     try:
         file = path.open("rb")
     except OSError as error:

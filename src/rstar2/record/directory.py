@@ -388,6 +388,7 @@ def _changed(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
         return f"used another version of the source of environment {name!r}"
     for key, text in (
         ("modules", "used another version of {}, which the source of environment {!r} imports"),
+        ("scripts", "used another version of {}, which environment {!r} starts"),
         ("made_from", "used another {} of environment {!r}"),
         ("problems", "used other problems (split {}) of environment {!r}, or in another order"),
     ):

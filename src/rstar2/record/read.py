@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -77,6 +78,28 @@ def read_recipe(run: Path) -> dict[str, Any]:
 def rl_stage_names(recipe: Mapping[str, Any]) -> list[str]:
     """The RL stages of a recipe that `read_recipe` returned, in order."""
     return [str(stage.get("name")) for stage in (recipe.get("rl") or {}).get("stages") or []]
+
+
+def stage_label(recipe: Mapping[str, Any], stage: str) -> str:
+    """The name of an evaluated stage for people. Without SFT, RL starts from the base model: its
+    evaluation is recorded as `sft` and shown as `base`."""
+    return "base" if stage == "sft" and recipe.get("sft", {}) is None else stage
+
+
+def busy_seconds(
+    steps: Iterable[Mapping[str, Any]], evaluations: Iterable[tuple[str, float | None]]
+) -> float:
+    """Seconds that a run worked: its recorded steps and the evaluations after its stages.
+
+    Pauses between two starts do not count. An evaluation is given by stage and seconds; the modes
+    of a stage are evaluated at the same time, so the longest counts.
+    """
+    longest: dict[str, float] = {}
+    for stage, seconds in evaluations:
+        longest[stage] = max(longest.get(stage, 0.0), seconds or 0.0)
+    worked = (step.get(name) for step in steps for name in ("time/step", "time/evaluate"))
+    known = (s for s in worked if isinstance(s, int | float) and math.isfinite(s))
+    return sum(known) + sum(longest.values())
 
 
 def read_environment(run: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from markupsafe import Markup
 
 from rstar2.files import write_file
 from rstar2.record import evaluation_stage, read_groups
+from rstar2.record.read import busy_seconds
 from rstar2.report import svg
 from rstar2.report.segments import Segment, segments
 from rstar2.report.summary import StageCurve, Summary, duration, summarise
@@ -155,7 +156,9 @@ def _timings(summary: Summary) -> Iterator[dict[str, Any]]:
         rest = max(0.0, total - sum(seconds for _, seconds in parts))
         yield {"name": curve.name, "total": total, "parts": [*parts, ("other", rest)]}
     for stage in summary.evaluated:
-        total = sum(e.wall_s for (name, _), e in summary.evaluations.items() if name == stage)
+        total = busy_seconds(
+            (), ((s, e.wall_s) for (s, _), e in summary.evaluations.items() if s == stage)
+        )
         if total:
             name = f"evaluation of {summary.label(stage)}"
             yield {"name": name, "total": total, "parts": [("generate", total)]}

@@ -15,7 +15,7 @@ from rstar2.record import (
     read_metrics,
     read_recipe,
 )
-from rstar2.record.read import rl_stage_names
+from rstar2.record.read import busy_seconds, rl_stage_names, stage_label
 from rstar2.types import Evaluation
 
 BASE = "base"
@@ -82,8 +82,8 @@ class Summary:
         return (evaluations[0], evaluations[-1]) if len(evaluations) > 1 else None
 
     def label(self, stage: str) -> str:
-        """The name of an evaluated stage for people: without SFT, RL starts from the base model."""
-        return BASE if stage == "sft" and self.recipe.get("sft", {}) is None else stage
+        """The name of an evaluated stage for people."""
+        return stage_label(self.recipe, stage)
 
     def accuracy_curve(self, mode: str) -> tuple[list[float], list[float | None]]:
         """RL steps and accuracies: before RL (0), during it, and after each stage."""
@@ -108,8 +108,10 @@ class Summary:
     def busy_s(self) -> float:
         """Seconds of all recorded steps and evaluations, without pauses between runs."""
         curves = [*self.stages, *([self.sft] if self.sft else [])]
-        steps = sum(c.total("time/step") + c.total("time/evaluate") for c in curves)
-        return steps + sum(e.wall_s for e in self.evaluations.values())
+        return busy_seconds(
+            (step for curve in curves for step in curve.steps),
+            ((e.stage, e.wall_s) for e in self.evaluations.values()),
+        )
 
 
 def summarise(run: Path) -> Summary:

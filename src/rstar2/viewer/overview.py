@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rstar2.record import evaluation_stage, stage_order
+from rstar2.record.read import busy_seconds, stage_label
 from rstar2.viewer.run import ViewedRun
 
 MOST_POINTS = 1200
@@ -45,9 +46,11 @@ def head(run: ViewedRun) -> dict[str, Any]:
         "reward": _last(rl, "reward"),
         "failing": _last(rl, "failing_calls_in_correct"),
         "length": _last(rl, "response_length"),
-        "busy_s": sum(_value(m.get("time/step")) for m in run.metrics.values),
+        "busy_s": busy_seconds(
+            run.metrics.values, ((e["stage"], e.get("wall_s")) for e in _evaluations(run))
+        ),
         "updated": max(times, default=None),
-        "evaluations": [_evaluation(e) for e in _evaluations(run)],
+        "evaluations": [_evaluation(e, run.recipe) for e in _evaluations(run)],
         "rollouts": run.catalog.rollout_count(),
     }
 
@@ -132,12 +135,13 @@ def _evaluations(run: ViewedRun) -> list[dict[str, Any]]:
     return sorted(known.values(), key=lambda e: (order.index(e["stage"]), str(e.get("mode"))))
 
 
-def _evaluation(evaluation: dict[str, Any]) -> dict[str, Any]:
+def _evaluation(evaluation: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:
     kinds = evaluation.get("kinds") or {}
     return {
+        "stage": stage_label(recipe, str(evaluation["stage"])),
         **{
             name: evaluation.get(name)
-            for name in ("stage", "step", "mode", "accuracy", "failing_calls_in_correct")
+            for name in ("step", "mode", "accuracy", "failing_calls_in_correct")
         },
         **{
             name: evaluation.get(name)
@@ -189,10 +193,6 @@ def _facts(about: dict[str, Any]) -> dict[str, Any]:
 
 def _number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _value(value: Any) -> float:
-    return float(value) if _number(value) else 0.0
 
 
 def _finite(value: Any) -> Any:
