@@ -190,6 +190,7 @@ def test_wrong_overrides(override: str, expected: str) -> None:
         (["rl.optimizer.betas=[0.9, 1.0]"], "must lie in [0, 1)"),
         (["rl.loss.sequence_mask=[2, 1]"], "increasing pair"),
         (["rl.sampling.temperature=0"], "same rollout every time"),
+        (["learner.lora={rank: 8}"], "learner.lora trains none: use adamw"),
         (["engine.kind=openai"], "evaluation only"),
         (["engine.urls=[http://x]"], "not used by engine.kind = embedded"),
         (["deterministic=true", "rl.staleness=1"], "must be 0"),

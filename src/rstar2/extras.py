@@ -21,6 +21,7 @@ MODULES = {
     "markupsafe": "train",
     "mcp": "mcp",
     "openai": "adapters",
+    "peft": "lora",
     "pyarrow": "data",
     "ray": "ray",
     "reasoning_gym": "adapters",

@@ -7,6 +7,7 @@ start. Missing values have the defaults of the architecture's transformers class
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,20 @@ class ModelShape:
     def kv_numbers(self) -> int:
         """Number of values in the KV cache per token."""
         return 2 * self.layers * self.kv_heads * self.head_dim
+
+    def adapter_parameters(self, rank: int, targets: Sequence[str] = ()) -> int:
+        """Number of parameters of LoRA adapters: rank x (inputs + outputs) of every target."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        sizes = {
+            "q_proj": self.hidden + queries,
+            "k_proj": self.hidden + keys,
+            "v_proj": self.hidden + keys,
+            "o_proj": queries + self.hidden,
+            "gate_proj": self.hidden + self.intermediate,
+            "up_proj": self.hidden + self.intermediate,
+            "down_proj": self.intermediate + self.hidden,
+        }
+        return self.layers * rank * sum(sizes.get(name, 0) for name in targets or sizes)
 
     def attention_flops(self, context: float) -> float:
         """FLOPs of attention for one token with `context` tokens before it."""

@@ -18,7 +18,7 @@ import pytest
 from rstar2.config import load_recipe
 from rstar2.config.preflight import check_supported
 from rstar2.engine import http
-from rstar2.engine.make import make_engines
+from rstar2.engine.make import GpuDevice, device_names, make_engines, server_settings
 from rstar2.engine.vllm import VllmEngine, _joined, _rest, _sampled_under
 from rstar2.engine.vllm_client import ServerGauges, VllmClient, read_gauges
 from rstar2.engine.vllm_server import ServerSettings, arguments_of, environment_of
@@ -127,6 +127,45 @@ def test_engines_are_made_as_the_recipe_says() -> None:
     assert all(isinstance(e, VllmEngine) and e.weight_transfer == "files" for e in own)
     given = load_recipe("tiny-vllm", ["engine.urls=[http://a:1, http://b:2]"]).recipe
     assert len(make_engines(given, "/m")) == 2
+
+
+def gpus(count: int, memory_gb: float = 80.0, visible: str | None = None) -> list[GpuDevice]:
+    return [GpuDevice(name, memory_gb) for name in device_names(count, visible)]
+
+
+def test_devices_are_those_that_the_user_listed() -> None:
+    assert device_names(2, None) == ["0", "1"]
+    assert device_names(3, "4, 5,6") == ["4", "5", "6"]
+    assert device_names(2, "GPU-8932f937,GPU-46ab01c2") == ["GPU-8932f937", "GPU-46ab01c2"]
+    recipe = load_recipe("tiny-vllm", ["engine.count=4"]).recipe
+    servers = [server_settings(recipe, "/m", i, gpus(4, visible="4,5,6,7")) for i in range(4)]
+    assert [s.environment["CUDA_VISIBLE_DEVICES"] for s in servers] == ["5", "6", "7", "4"]
+    one = server_settings(recipe, "/m", 0, gpus(1, visible="3"))
+    assert one.environment == {}, "the server inherits the user's variable"
+
+
+def share_of(settings: ServerSettings) -> float:
+    arguments = arguments_of(settings, Path("/s"))
+    return float(arguments[arguments.index("--gpu-memory-utilization") + 1])
+
+
+def test_a_server_beside_the_learner_leaves_it_its_memory() -> None:
+    recipe = load_recipe("tiny-vllm", ["engine.count=2"]).recipe
+
+    def beside(memory_gb: float) -> float:
+        return 0.9 - 30 / memory_gb
+
+    two = [server_settings(recipe, "/m", i, gpus(2), beside) for i in range(2)]
+    assert share_of(two[0]) == 0.9, "on GPU 1 there is no learner rank"
+    assert share_of(two[1]) == pytest.approx(0.9 - 30 / 80)
+    both = [server_settings(recipe, "/m", i, gpus(1), beside) for i in range(2)]
+    assert [share_of(s) for s in both] == pytest.approx([(0.9 - 30 / 80) / 2] * 2, abs=1e-3)
+    alone = server_settings(recipe, "/m", 0, gpus(1))
+    assert share_of(alone) == pytest.approx(0.45), "an evaluation has no learner"
+    given = load_recipe("tiny-vllm", ["engine.gpu_memory_share=0.4"]).recipe
+    assert share_of(server_settings(given, "/m", 0, gpus(1), beside)) == 0.4
+    on_cpu = arguments_of(server_settings(given, "/m", 0, ()), Path("/s"))
+    assert "--gpu-memory-utilization" not in on_cpu
 
 
 def test_an_engine_has_a_server_or_a_url() -> None:

@@ -167,7 +167,7 @@ def test_a_written_recipe_loads_and_its_plan_is_the_same(
     used = make_plan(written, parse_cluster(cluster)).layout
     assert used.gpus <= parse_cluster(cluster).gpus
     if used.colocated:
-        assert written.engine.arguments[-2] == "--gpu-memory-utilization"
+        assert written.engine.gpu_memory_share is not None
 
 
 @pytest.mark.parametrize(

@@ -47,12 +47,23 @@ PrivateOption = Annotated[
 ]
 
 
+AdapterOption = Annotated[
+    bool,
+    typer.Option(
+        "--adapter",
+        help="Write the LoRA adapter alone instead of the merged weights. Its base is the model "
+        "that the run started from.",
+    ),
+]
+
+
 def export(
     run: RunArgument,
     stage: StageOption = None,
     to: ToOption = None,
     push: PushOption = None,
     private: PrivateOption = False,
+    adapter: AdapterOption = False,
 ) -> None:
     """Write a trained model with its prompt, stop tokens and model card, or upload it."""
     if to is None and push is None:
@@ -65,15 +76,21 @@ def export(
     recipe = load_recipe(run / "recipe.yaml", ()).recipe
     with tempfile.TemporaryDirectory(prefix="rstar2-export-") as scratch:
         target = to or Path(scratch) / source.name
-        copy_export(run, recipe, source, target.absolute())
+        files = adapter_directory(run, source.name) if adapter else None
+        copy_export(run, recipe, source, target.absolute(), files)
         if to is not None:
             typer.echo(f"exported {source} to {to}", err=True)
         if push is not None:
             typer.echo(upload(target, push, private=private))
 
 
-def copy_export(run: Path, recipe: Recipe, source: Path, target: Path) -> None:
-    """Copy an export of a run; one of an older version gets its trained prompt and its card."""
+def copy_export(
+    run: Path, recipe: Recipe, source: Path, target: Path, adapter: Path | None = None
+) -> None:
+    """Copy an export of a run; one of an older version gets its trained prompt and its card.
+
+    With an adapter its files replace the merged weights.
+    """
     from rstar2.agent.exported import is_exported
     from rstar2.agent.tokenizer import load_tokenizer
     from rstar2.pipeline.export import complete_export, write_card
@@ -86,6 +103,27 @@ def copy_export(run: Path, recipe: Recipe, source: Path, target: Path) -> None:
             prompt = asyncio.run(read_prompt(recipe, environment))
             complete_export(temporary, recipe, environment, prompt)
         write_card(run, source.name, temporary)
+        if adapter is not None:
+            replace_weights(temporary, adapter)
+
+
+def adapter_directory(run: Path, stage: str) -> Path:
+    """The LoRA adapter of one stage of a run."""
+    directory = run / "adapters" / stage
+    if not directory.is_dir():
+        raise UserError(
+            f"--adapter: {run} has no adapter of {stage}: it was not trained with learner.lora"
+        )
+    return directory
+
+
+def replace_weights(target: Path, adapter: Path) -> None:
+    """Replace the merged weights of a model directory by an adapter."""
+    for pattern in ("*.safetensors", "*.safetensors.index.json", "config.json"):
+        for file in target.glob(pattern):
+            file.unlink()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copyfile(adapter / name, target / name)
 
 
 async def read_prompt(recipe: Recipe, environment: EnvironmentProtocol) -> TrainedPrompt | None:

@@ -83,10 +83,16 @@ def make_engine(name: str, recipe: Recipe, model: str) -> Any:
         )
     from dataclasses import replace
 
-    from rstar2.engine.make import server_settings
+    from rstar2.engine.make import gpus_here, server_settings
     from rstar2.engine.vllm import VllmEngine
+    from rstar2.plan.share import beside_learner
 
-    settings = server_settings(recipe, model, 0)
+    colocated = recipe.cluster is not None and recipe.cluster.colocate
+    # This actor sees the GPUs of its one engine only, all of which have a learner rank or none.
+    alone = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"count": 1})})
+    settings = server_settings(
+        alone, model, 0, gpus_here()[:1], beside_learner(recipe) if colocated else None
+    )
     size = recipe.cluster.gpus_per_engine if recipe.cluster is not None else 1
     parallel = (*settings.arguments, "--tensor-parallel-size", str(size)) if size > 1 else ()
     settings = replace(settings, arguments=parallel or settings.arguments, environment={})

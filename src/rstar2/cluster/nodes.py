@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from rstar2.cluster.placement import Node, Place
+from rstar2.engine.make import device_names
 from rstar2.errors import DeadlineError, InfrastructureError, UserError
 
 T = TypeVar("T")
@@ -149,11 +150,19 @@ def on_every_node(function: Callable[..., T], *args: Any, deadline_s: float) -> 
     return answers
 
 
-def visible(gpus: tuple[int, ...]) -> Mapping[str, str]:
-    """Environment variables that limit a process to the given GPUs."""
+def visible(
+    gpus: tuple[int, ...], environment: Mapping[str, str] = os.environ
+) -> Mapping[str, str]:
+    """Environment variables that limit a process to the given GPUs of those that its node has.
+
+    A node that was started with CUDA_VISIBLE_DEVICES has only the GPUs listed there.
+    """
     if not gpus:
         return {}
-    listed = ",".join(map(str, gpus))
+    names = device_names(max(gpus) + 1, environment.get("CUDA_VISIBLE_DEVICES"))
+    if max(gpus) >= len(names):
+        raise NodeError(f"GPU {max(gpus)} was assigned, but CUDA_VISIBLE_DEVICES lists {names}")
+    listed = ",".join(names[number] for number in gpus)
     return {"CUDA_VISIBLE_DEVICES": listed, "HIP_VISIBLE_DEVICES": listed}
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rstar2.config.schema import EnvironmentConfig as EnvironmentConfig
     from rstar2.config.schema import EvaluationConfig as EvaluationConfig
     from rstar2.config.schema import LearnerConfig as LearnerConfig
+    from rstar2.config.schema import LoraConfig as LoraConfig
     from rstar2.config.schema import LossConfig as LossConfig
     from rstar2.config.schema import ModelConfig as ModelConfig
     from rstar2.config.schema import OptimizerConfig as OptimizerConfig
@@ -48,9 +49,9 @@ _MODULES = {
     "load": "LoadedRecipe Origin find_recipe load_recipe render_recipe shipped_recipes",
     "schema": """
         AgentConfig ClusterConfig CollapseConfig DifficultyFilter EngineConfig EnvironmentConfig
-        EvaluationConfig LearnerConfig LossConfig ModelConfig OptimizerConfig PlateauConfig Recipe
-        RecordConfig RewardConfig RlConfig RocConfig SamplingConfig SchedulerConfig SftConfig
-        StageConfig TemplateConfig UntilConfig
+        EvaluationConfig LearnerConfig LoraConfig LossConfig ModelConfig OptimizerConfig
+        PlateauConfig Recipe RecordConfig RewardConfig RlConfig RocConfig SamplingConfig
+        SchedulerConfig SftConfig StageConfig TemplateConfig UntilConfig
     """,
 }
 """Module -> the public names that it defines."""

@@ -34,7 +34,7 @@ def check(recipe: Recipe) -> list[RecipeFault]:
     """All faults of a recipe; empty if there is none."""
     parts = (
         *(_lengths, _resampling, _algorithms, _batches, _stages),
-        *(_sft, _sampling, _engines, _codeenv),
+        *(_sft, _sampling, _lora, _engines, _codeenv),
     )
     return [fault for part in parts for fault in part(recipe)]
 
@@ -240,8 +240,41 @@ def _sampling(recipe: Recipe) -> Iterator[RecipeFault]:
             )
 
 
+def _lora(recipe: Recipe) -> Iterator[RecipeFault]:
+    if recipe.learner.lora is None:
+        return
+    optimizers = {"rl.optimizer": recipe.rl.optimizer}
+    if recipe.sft is not None:
+        optimizers["sft.optimizer"] = recipe.sft.optimizer
+    for path, optimizer in optimizers.items():
+        if optimizer.matrix_optimizer != "adamw":
+            yield RecipeFault(
+                f"{path}.matrix_optimizer = {optimizer.matrix_optimizer} updates whole weight "
+                "matrices, and learner.lora trains none: use adamw, or leave learner.lora out",
+                (f"{path}.matrix_optimizer", "learner.lora"),
+            )
+
+
 def _engines(recipe: Recipe) -> Iterator[RecipeFault]:
     engine = recipe.engine
+    if engine.lora == "adapter":
+        wrong = (
+            "engine.kind = vllm"
+            if engine.kind != "vllm"
+            else "learner.lora"
+            if recipe.learner.lora is None
+            else "engine.weight_transfer = files"
+            if engine.weight_transfer != "files"
+            else "servers of its own (no engine.urls)"
+            if engine.urls
+            else "one machine (no cluster section)"
+            if recipe.cluster is not None
+            else ""
+        )
+        if wrong:
+            yield RecipeFault(
+                f"engine.lora = adapter needs {wrong}: set that, or use merged", ("engine.lora",)
+            )
     if engine.kind == "openai":
         if recipe.rl.stages:
             yield RecipeFault(

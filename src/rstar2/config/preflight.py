@@ -61,6 +61,8 @@ def preflight(recipe: Recipe, run: Path) -> None:
 def check_supported(recipe: Recipe) -> None:
     """Refuse settings that the schema allows but this installation does not support."""
     extras.need("torch", "transformers", "scipy", "jinja2", feature="training")
+    if recipe.learner.lora is not None:
+        extras.need("peft", feature="learner.lora")
     engine = recipe.engine
     if engine.kind == "openai":
         raise RecipeError("engine.kind = openai cannot receive weights: use embedded or vllm")
@@ -235,6 +237,9 @@ def memory_estimate(recipe: Recipe, size: ModelSize) -> dict[str, int]:
     return {
         f"weights, gradients and optimizer of {size.parameters / 1e6:.1f}M parameters": (
             size.parameters * 16
+            if learner.lora is None
+            else size.parameters * (4 if learner.dtype == "float32" else 2)
+            + 16 * shape.adapter_parameters(learner.lora.rank, learner.lora.targets)
         ),
         f"weights of {engine.count} engine(s)": engine.count * size.parameters * width,
         f"engine.count x engine.kv_tokens = {engine.count} x {engine.kv_tokens}": (

@@ -86,6 +86,12 @@ class EngineConfig(Section):
     """vLLM servers to use (see docs/engines.md); empty starts `count` servers."""
     weight_transfer: Literal["files", "nccl"] = "files"
     """How vLLM engines receive new weights: from safetensors files, or from GPU to GPU."""
+    lora: Literal["merged", "adapter"] = "merged"
+    """How vLLM engines receive a policy that is trained with `learner.lora`: as merged weights, or
+    as an adapter beside the weights of the model (smaller, and not rounded to `model.dtype`)."""
+    gpu_memory_share: float | None = Field(None, gt=0, le=1)
+    """Share of a GPU's memory that one vLLM server takes; null computes it as `rstar2 plan` does:
+    what the learner needs at its peak stays free on the GPUs that they share."""
     arguments: tuple[str, ...] = ()
     """Additional command-line arguments for the vLLM servers that rstar2 starts."""
 
@@ -178,6 +184,17 @@ class OptimizerConfig(Section):
     matrix_lr: float = Field(0.02, ge=0)
 
 
+class LoraConfig(Section):
+    """Train low-rank adapters instead of all weights (extra `lora`); see docs/lora.md."""
+
+    rank: int = Field(32, ge=1, le=512)
+    alpha: int = Field(64, ge=1)
+    """The adapter's product is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Linear layers that get an adapter, such as [q_proj, v_proj]; empty means all of the decoder
+    layers."""
+
+
 class LearnerConfig(Section):
     """How a batch becomes an optimizer step."""
 
@@ -188,6 +205,9 @@ class LearnerConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     threads: int = Field(0, ge=0)
     """torch threads; 0 keeps torch's default."""
+    lora: LoraConfig | None = None
+    """null trains all weights. With adapters the other weights are frozen and kept in `dtype`;
+    learning rates should be about ten times those of full training."""
 
 
 class SftConfig(Section):

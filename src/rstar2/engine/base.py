@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 
-WeightTransfer = Literal["files", "memory"]
+WeightTransfer = Literal["files", "memory", "adapter"]
 
 
 class Generator(Protocol):
@@ -56,7 +56,8 @@ class Engine(Generator, Protocol):
 
     name: str
     weight_transfer: WeightTransfer
-    """How it receives new weights: as a `WeightUpdate` with `path` or with `state`."""
+    """How it receives new weights: as a `WeightUpdate` with the `path` of a model directory or of a
+    LoRA adapter, or with `state`."""
 
     async def start(self) -> None:
         """Start the engine; a no-op if it is running. A restarted engine has stale weights."""

@@ -64,7 +64,10 @@ class VllmEngine:
         if (server is None) == (url is None):
             raise UserError(f"{name}: give either server settings or a url")
         self.name = name
-        self.weight_transfer: WeightTransfer = "files" if transfer is None else "memory"
+        self._by_adapter = server is not None and server.lora_rank is not None
+        self.weight_transfer: WeightTransfer = (
+            "adapter" if self._by_adapter else "files" if transfer is None else "memory"
+        )
         self._url = url
         self._server = VllmServer(name, server) if server is not None else None
         self._max_sequences = server.max_sequences if server else max_sequences
@@ -248,6 +251,8 @@ class VllmEngine:
             await client.pause(CONTROL_DEADLINE_S)
             if self._transfer is not None:
                 await self._transfer.send(client, update)
+            elif update.path is not None and self._by_adapter:
+                await client.load_adapter(update.path, CONTROL_DEADLINE_S)
             elif update.path is not None:
                 await client.reload(update.path, CONTROL_DEADLINE_S)
             else:

@@ -23,6 +23,8 @@ from rstar2.types import Finish, Generation, Sampling, VersionSpan
 
 CONNECT_DEADLINE_S = 10.0
 SHOWN_CHARS = 500
+ADAPTER = "rstar2"
+"""Name of the LoRA adapter under training."""
 _SAMPLE = re.compile(r"^(vllm:\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -106,6 +108,8 @@ class VllmClient:
     def __init__(self, name: str, *, url: str | None = None, socket: Path | None = None) -> None:
         assert (url is None) != (socket is None)
         self.name = name
+        self.adapter: str | None = None
+        """LoRA adapter that all requests use."""
         path = None if socket is None else str(socket)
         self._http = httpx.AsyncClient(
             base_url=(url or "http://engine").rstrip("/"),
@@ -168,6 +172,7 @@ class VllmClient:
         """
         body = {
             "token_ids": list(prompt_ids),
+            "model": self.adapter,
             "cache_salt": salt,
             "sampling_params": {
                 "max_tokens": sampling.max_new_tokens,
@@ -223,6 +228,7 @@ class VllmClient:
         """Logprob of each token after the first, at temperature 1; never from a cache."""
         body = {
             "token_ids": list(token_ids),
+            "model": self.adapter,
             "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False},
         }
         data = await self._ask("POST", "/inference/v1/generate", deadline_s, body)
@@ -277,6 +283,12 @@ class VllmClient:
         """Load the weights of a model directory into every worker."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
         await self._ask("POST", "/collective_rpc", deadline_s, body)
+
+    async def load_adapter(self, path: Path, deadline_s: float) -> None:
+        """Load a LoRA adapter, in place of the one before, and use it for all requests."""
+        body = {"lora_name": ADAPTER, "lora_path": str(path), "load_inplace": True}
+        await self._ask("POST", "/v1/load_lora_adapter", deadline_s, body)
+        self.adapter = ADAPTER
 
     async def forget(self, deadline_s: float) -> None:
         """Drop all KV; running requests recompute theirs."""

@@ -28,6 +28,8 @@ from rstar2.errors import EngineError
 STOP_S = 30.0
 """Time limit for the supervisor to end its group."""
 CAUSE_LINES = 30
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of `--max-lora-rank` that vLLM accepts."""
 STEP_TOKENS = 2048
 """Minimum of `--max-num-batched-tokens` for a server on a CPU."""
 
@@ -48,6 +50,10 @@ class ServerSettings:
     """CPU cores that the server is pinned to; empty for any."""
     packed_linears: bool = False
     """Keep vLLM's packing of linear layers, which makes weight updates wrong on CPUs."""
+    lora_rank: int | None = None
+    """Rank of the adapters that the server loads at run time; None: it loads none."""
+    memory_share: float | None = None
+    """Share of the GPU's memory that the server may use; None leaves it to vLLM."""
     weight_backend: str | None = None
     """Backend of vLLM's weight transfer (`nccl`); None to load weights from files."""
     arguments: tuple[str, ...] = ()
@@ -75,6 +81,11 @@ def arguments_of(settings: ServerSettings, socket: Path) -> list[str]:
         # generators do not support that, and the engine would crash.
         arguments += ["--no-enable-chunked-prefill"]
         arguments += ["--max-num-batched-tokens", str(max(STEP_TOKENS, settings.max_length))]
+    if settings.memory_share is not None:
+        arguments += ["--gpu-memory-utilization", f"{settings.memory_share:.3f}"]
+    if settings.lora_rank is not None:
+        rank = next(size for size in LORA_RANKS if size >= settings.lora_rank)
+        arguments += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
     if settings.weight_backend is not None:
         arguments += ["--weight-transfer-config", f'{{"backend": "{settings.weight_backend}"}}']
     return [*arguments, *settings.arguments]
@@ -88,6 +99,7 @@ def environment_of(settings: ServerSettings, directory: Path) -> dict[str, str]:
         **os.environ,
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0" if settings.lora_rank is None else "1",
         "VLLM_RPC_BASE_PATH": str(directory),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         # By default every server would pin its threads to the same first cores.

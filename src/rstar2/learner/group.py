@@ -157,6 +157,14 @@ class LearnerGroup:
         """Write a model directory that transformers and vLLM can load."""
         self._call("export", path, tokenizer, stop_ids)
 
+    def export_adapter(self, path: str | Path) -> None:
+        """Write the LoRA adapter alone, as peft and vLLM read it."""
+        self._call("export_adapter", path)
+
+    def with_planted(self, scale: float, method: str, *args: Any) -> Any:
+        """Call a method with a planted adapter in place of the trained one (`lora.rehearse`)."""
+        return self._call("with_planted", scale, method, *args)
+
     def close(self) -> None:
         """End all ranks. Idempotent."""
         if self._ranks is not None:

@@ -29,11 +29,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rstar2.config import LearnerConfig, LossConfig, OptimizerConfig
-from rstar2.errors import InvariantError, RecipeError
+from rstar2.errors import CheckpointError, InvariantError, RecipeError
 from rstar2.grpo.batch import split_minibatches
 from rstar2.grpo.loss import Stats, TokenBatch, grpo_loss
-from rstar2.learner import checkpoint, weights
-from rstar2.learner.model import PackedPolicy, load_policy, shard
+from rstar2.learner import checkpoint, lora, weights
+from rstar2.learner.model import PackedPolicy, adapt, load_policy, shard
 from rstar2.learner.optim import Optimizers
 from rstar2.learner.pack import Pack, empty_pack, flat, input_length, make_pack, make_row, plan
 from rstar2.types import Batch, Sample, TokenValues
@@ -46,6 +46,9 @@ MAX_SKIPPED = 5
 
 LOGPROB_DIGITS = 6
 """Decimals of the logprobs that are recorded."""
+
+BASE_PROBE = tuple(range(1, 33))
+"""Tokens whose logprobs identify the frozen weights of a checkpoint of adapters."""
 
 LossOf = Callable[[Pack, Tensor, Tensor], tuple[Tensor, Stats]]
 
@@ -79,6 +82,8 @@ class Learner:
         self.policy: PackedPolicy = load_policy(
             model_dir, device, checkpointing=learner.activation_checkpointing
         )
+        if learner.lora is not None:
+            adapt(self.policy, learner.lora, self.dtype, seed)
         if self.ranks > 1:
             mesh = init_device_mesh(device.split(":")[0], (self.ranks,))
             shard(self.policy, mesh, self.dtype)
@@ -87,6 +92,8 @@ class Learner:
         """Mini-batches of the last RL step, with the logprobs of their tokens."""
         self._reference: dict[str, Tensor] | None = None
         self._optimizers = self._make_optimizers(optimizer, total_steps)
+        self._base_logprobs = self.logprobs([BASE_PROBE])[0] if learner.lora is not None else []
+        """Logprobs without an adapter, which identify the frozen weights."""
 
     # ------------------------------------------------------------------ training
 
@@ -275,8 +282,9 @@ class Learner:
     # ------------------------------------------------------------------ weights and state
 
     def _named(self) -> dict[str, Tensor]:
-        """Parameters by their transformers name; tied ones once."""
-        return dict(self.policy.model.named_parameters())
+        """Trained parameters by their name in the model; tied ones once."""
+        named = self.policy.model.named_parameters()
+        return {name: parameter for name, parameter in named if parameter.requires_grad}
 
     def _make_optimizers(self, config: OptimizerConfig, total_steps: int) -> Optimizers:
         return Optimizers(self._named(), self.policy.matrices, config, total_steps)
@@ -300,13 +308,37 @@ class Learner:
         """All weights by transformers name: whole, on the CPU, detached; rank 0 only."""
         out: dict[str, Tensor] = {}
         seen: dict[int, Tensor] = {}
+        adapters = lora.adapters(self._named(), self.config.lora)
         for name, value in self.policy.model.state_dict(keep_vars=True).items():
+            if lora.is_adapter(name):
+                continue
             if id(value) not in seen:
-                whole = value.full_tensor() if isinstance(value, DTensor) else value
-                seen[id(value)] = whole.detach().to("cpu", copy=True)
+                seen[id(value)] = self._merged(value, adapters.get(name))
             if self.rank == 0:
-                out[name] = seen[id(value)]
+                out[lora.plain_name(name)] = seen[id(value)]
         return out
+
+    def _merged(self, value: Tensor, adapter: lora.Adapter | None) -> Tensor:
+        """A whole weight on the CPU; on rank 0 its adapter is added."""
+        weight = _whole(value)
+        if adapter is None:
+            return weight
+        a, b = _whole(adapter.a), _whole(adapter.b)  # all ranks take part
+        return lora.merge(weight, a, b, adapter.scale) if self.rank == 0 else weight
+
+    @torch.no_grad()
+    def with_planted(self, scale: float, method: str, *args: Any) -> Any:
+        """Call a method with a planted adapter (`lora.planted`) in place of the trained one."""
+        with self._weights_of(lora.planted(self._named(), scale)):
+            return getattr(self, method)(*args)
+
+    def export_adapter(self, path: str | Path) -> None:
+        """Write the adapter alone, as peft and vLLM read it."""
+        if self.config.lora is None:
+            raise RecipeError("there is no adapter to export: the run trains all weights")
+        state = {name: _whole(value) for name, value in self._named().items()}
+        if self.rank == 0:
+            lora.export(state, self.config.lora, self.model_dir, Path(path))
 
     def parameter_shapes(self) -> dict[str, list[int]]:
         """Shapes by parameter name: they identify the model."""
@@ -321,6 +353,7 @@ class Learner:
             "total_steps": optimizers.total_steps,
             "reference": self._reference is not None,
             "ranks": self.ranks,
+            "base": self._base_logprobs,
         }
 
     def checkpoint_tensors(self) -> dict[str, Any]:
@@ -333,6 +366,13 @@ class Learner:
 
     def prepare_restore(self, facts: Mapping[str, Any]) -> None:
         """Restore settings and step counts; allocate moments and, if there was one, reference."""
+        base, mine = facts.get("base", []), self._base_logprobs
+        gap = max((abs(a - b) for a, b in zip(base, mine, strict=True)), default=0.0)
+        if gap > weights.probe_tolerance(self.config.dtype):
+            raise CheckpointError(
+                f"the checkpoint has an adapter of another model than {self.model_dir}: the frozen "
+                f"weights' logprobs differ by {gap:.3g}"
+            )
         self.reset_optimizer(OptimizerConfig(**facts["optimizer"]), facts["total_steps"])
         self._optimizers.steps = facts["optimizer_steps"]
         if facts["reference"]:
@@ -354,6 +394,12 @@ class Learner:
         if self.rank == 0:
             model = self.policy.model
             weights.export(state, model, Path(path), self.dtype, tokenizer, stop_ids)
+
+
+def _whole(value: Tensor) -> Tensor:
+    """A copy of a tensor on the CPU, gathered from all ranks."""
+    gathered = value.full_tensor() if isinstance(value, DTensor) else value
+    return gathered.detach().to("cpu", copy=True)
 
 
 class _MiniBatch:

@@ -23,9 +23,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 from transformers.utils.import_utils import is_flash_attn_2_available
 
+from rstar2.config import LoraConfig
 from rstar2.errors import RecipeError
 from rstar2.learner import attention
 from rstar2.learner.logprobs import HeadScale, token_logprobs
+from rstar2.learner.lora import add_adapters
 from rstar2.learner.pack import Pack, make_pack, make_row
 from rstar2.model_config import unreadable_weights
 
@@ -156,6 +158,13 @@ def prove_head(policy: PackedPolicy, device: str) -> None:
             f"model: {type(policy.model).__name__} computes its logits in a way rstar2 does not "
             f"know (logprobs differ by {gap:.3g})"
         )
+
+
+def adapt(policy: PackedPolicy, config: LoraConfig, dtype: torch.dtype, seed: int) -> None:
+    """Freeze the policy, keep its weights in `dtype`, and train float32 adapters beside them."""
+    for parameter in policy.model.parameters():  # not the buffers: rotary frequencies stay float32
+        parameter.data = parameter.data.to(dtype)
+    add_adapters(policy.model, decoder_layers(policy.model), config, seed)
 
 
 def shard(policy: PackedPolicy, mesh: DeviceMesh, dtype: torch.dtype) -> None:

@@ -59,6 +59,8 @@ class WeightSource(Protocol):
         self, path: str | Path, tokenizer: Any | None = None, stop_ids: Sequence[int] = ()
     ) -> None: ...
 
+    def export_adapter(self, path: str | Path) -> None: ...
+
 
 class InThread(Protocol):
     """Runs a blocking call in a thread, as `asyncio.to_thread` does."""
@@ -87,14 +89,15 @@ async def publish(
     """
     started = time.monotonic()
     by_files = [e for e in engines if e.weight_transfer == "files"]
-    by_memory = [e for e in engines if e not in by_files]
+    by_adapter = [e for e in engines if e.weight_transfer == "adapter"]
+    by_memory = [e for e in engines if e.weight_transfer == "memory"]
     expected = (await in_thread(learner.logprobs, [list(probe_ids)]))[0]
 
     async def send(update: WeightUpdate, targets: Sequence[Engine]) -> None:
         await asyncio.gather(*(_update(e, update, deadline_s) for e in targets))
 
     size = 0
-    if by_memory or shared is None:
+    if by_memory or (by_files and shared is None):
         state = await in_thread(learner.state)
         size = sum({value.data_ptr(): value.nbytes for value in state.values()}.values())
         await send(WeightUpdate(version, state=state, hold=True), by_memory)
@@ -103,6 +106,11 @@ async def publish(
             await in_thread(learner.export, directory / "model")
             size = sum(file.stat().st_size for file in directory.rglob("*.safetensors"))
             await send(WeightUpdate(version, path=directory / "model", hold=True), by_files)
+    if by_adapter:
+        with _directory_for(size, shared) as directory:
+            await in_thread(learner.export_adapter, directory / "adapter")
+            size += sum(file.stat().st_size for file in directory.rglob("*.safetensors"))
+            await send(WeightUpdate(version, path=directory / "adapter", hold=True), by_adapter)
     gaps = await asyncio.gather(
         *(_prove(e, version, probe_ids, expected, deadline_s) for e in engines)
     )

@@ -34,6 +34,7 @@ from rstar2.environments.load import load_environment, recipe_problems
 from rstar2.errors import EngineError, InfrastructureError, RecipeError, WeightUpdateError
 from rstar2.files import replacing_directory
 from rstar2.pipeline.export import trained_prompt
+from rstar2.plan.share import beside_learner
 from rstar2.rollout.fleet import Fleet
 from rstar2.rollout.groups import GroupRunner
 from rstar2.rollout.scheduler import Scheduler
@@ -87,7 +88,9 @@ class Runtime:
             self.problems = recipe_problems(recipe, environment, "train")
         self.heldout = recipe_problems(recipe, environment, "heldout")
         self._engines: Sequence[Engine] = (
-            make_engines(recipe, model_dir) if cluster is None else cluster.engines(model_dir)
+            make_engines(recipe, model_dir, beside_learner(recipe))
+            if cluster is None
+            else cluster.engines(model_dir)
         )
         self._executor = executor
         self._published: WeightVersion | None = None
@@ -98,6 +101,8 @@ class Runtime:
         self._changing = asyncio.Lock()
         self._lost: set[str] = set()
         """Engines that died and do not serve yet."""
+        self._rehearsed: set[str] = set()
+        """Engines that have applied a planted LoRA adapter since their start."""
 
     # ------------------------------------------------------------------ learning
 
@@ -224,6 +229,7 @@ class Runtime:
         """Restart a dead engine with the weights that the others serve."""
         if engine.name not in self._lost:
             self._lost.add(engine.name)
+            self._rehearsed.discard(engine.name)
             self.notify("lost", part=engine.name)
         await engine.start()
         async with self._changing:
@@ -240,18 +246,33 @@ class Runtime:
 
     async def _prove(self, engines: Sequence[Engine], version: WeightVersion) -> dict[str, float]:
         """Publish to these engines; the tolerance depends on their number format."""
-        from rstar2.learner.weights import probe_tolerance, publish  # torch: loaded by now
+        from rstar2.learner.lora import rehearse  # torch: loaded by now
+        from rstar2.learner.weights import probe_tolerance, publish
 
         tolerance = probe_tolerance(self.recipe.model.dtype)
-        return await publish(
+        shared = None if self.cluster is None else self.directory / WEIGHTS
+        metrics: dict[str, float] = {}
+        new = [engine for engine in engines if engine.name not in self._rehearsed]
+        if self.recipe.learner.lora is not None and new:
+            metrics["weights/rehearsal_gap"] = await rehearse(
+                self.learner,
+                new,
+                self._probe,
+                shared=shared,
+                tolerance=tolerance,
+                in_thread=self.on_learner,
+            )
+        metrics |= await publish(
             self.learner,
             engines,
             version,
             self._probe,
-            shared=None if self.cluster is None else self.directory / WEIGHTS,
+            shared=shared,
             tolerance=tolerance,
             in_thread=self.on_learner,
         )
+        self._rehearsed.update(engine.name for engine in new)
+        return metrics
 
     @property
     def _probe(self) -> tuple[int, ...]:

@@ -29,6 +29,8 @@ BASE = "base"
 """The model before SFT, in evaluations."""
 SFT = "sft"
 BEST = "best"
+ADAPTERS = "adapters"
+"""Directory of the run directory with the LoRA adapter of every export."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +185,9 @@ class Training:
         tokenizer = await runtime.exported_tokenizer()
         stop_ids = runtime.template.stop_ids
         await runtime.on_learner(runtime.learner.export, path, tokenizer, stop_ids)
+        if self.recipe.learner.lora is not None:
+            adapter = self.run.path / ADAPTERS / name
+            await runtime.on_learner(runtime.learner.export_adapter, adapter)
         self.describe(name)
 
     def describe(self, name: str) -> None:

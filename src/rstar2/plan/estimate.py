@@ -20,6 +20,7 @@ from heapq import heappop, heappush
 from rstar2.config import Recipe
 from rstar2.model_config import ModelShape, find_shape
 from rstar2.plan.hardware import Cluster
+from rstar2.plan.lora import state_bytes, state_label
 from rstar2.plan.workload import (
     Assumptions,
     StageLoad,
@@ -29,8 +30,6 @@ from rstar2.plan.workload import (
 )
 
 GB = 1e9
-STATE_BYTES = 16
-"""Bytes per parameter in training: weight, gradient and two moments in float32."""
 COMPUTE_SHARE = 0.6
 """Share of peak FLOPS that decoding reaches with a large batch."""
 WRITE_HINT = "--write-recipe FILE writes a layout"
@@ -205,7 +204,7 @@ def memory_fit(
 
     On a shared GPU both are there at all times: the KV cache gets what the learner leaves.
     """
-    learner = _learner_parts(recipe, shape, layout)
+    learner = learner_parts(recipe, shape, layout)
     weights = 2 * shape.parameters / layout.tensor_parallel / GB
     parts = {"weights, bfloat16": weights}
     limit = assume.kv_share * cluster.gpu.memory_gb
@@ -222,15 +221,15 @@ def memory_fit(
     return MemoryFit(parts, limit), MemoryFit(learner, 0.95 * cluster.gpu.memory_gb), tokens
 
 
-def _learner_parts(recipe: Recipe, shape: ModelShape, layout: Layout) -> dict[str, float]:
+def learner_parts(recipe: Recipe, shape: ModelShape, layout: Layout) -> dict[str, float]:
     """Memory of one rank while it trains, its state first."""
     tokens = recipe.learner.tokens_per_microbatch
     kept = 1 if recipe.learner.activation_checkpointing else 16
     layer = shape.parameters / shape.layers
     return {
-        f"state, {STATE_BYTES} B per parameter / {layout.ranks} ranks": (
-            STATE_BYTES * shape.parameters / layout.ranks / GB
-        ),
+        state_label(recipe.learner, layout.ranks): state_bytes(shape, recipe.learner)
+        / layout.ranks
+        / GB,
         "gathered layers": (0.0 if layout.ranks == 1 else 2 * 2 * layer * 2 / GB),
         f"activations of {tokens} tokens": (
             tokens * shape.hidden * 2 * shape.layers * kept

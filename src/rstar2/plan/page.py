@@ -43,8 +43,8 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield f"  each engine's KV cache holds {plan.kv_tokens:,} tokens"
     if plan.layout.colocated and plan.engine.fits:
         yield (
-            "  an engine keeps its memory while the learner works: set engine.arguments to "
-            f"[--gpu-memory-utilization, {plan.engine_share - 0.005:.2f}]"
+            "  an engine keeps its memory while the learner works: it gets "
+            f"{max(0.05, plan.engine_share - 0.005):.2f} of the GPU (engine.gpu_memory_share)"
         )
     yield ""
 

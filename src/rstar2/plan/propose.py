@@ -65,9 +65,7 @@ def recipe_text(source: str, plan: Plan, recipe: Recipe) -> str:
     layout = plan.layout
     engine: dict[str, Any] = {"kind": "vllm", "count": layout.engines}
     if layout.colocated:
-        share = f"{max(0.05, plan.engine_share - 0.005):.2f}"
-        kept = _without_share(recipe.engine.arguments)
-        engine["arguments"] = [*kept, "--gpu-memory-utilization", share]
+        engine["gpu_memory_share"] = round(max(0.05, plan.engine_share - 0.005), 2)
     values: dict[str, Any] = {
         "extends": source,
         "name": f"{recipe.name}-{plan.cluster.gpus}x{plan.cluster.gpu.name.lower()}",
@@ -81,14 +79,6 @@ def recipe_text(source: str, plan: Plan, recipe: Recipe) -> str:
         }
     head = f"# The layout of {recipe.name} for {plan.cluster.gpus} x {plan.cluster.gpu.name}, "
     return head + "by `rstar2 plan`: an estimate.\n" + yaml.safe_dump(values, sort_keys=False)
-
-
-def _without_share(arguments: tuple[str, ...]) -> list[str]:
-    kept = list(arguments)
-    while "--gpu-memory-utilization" in kept:
-        at = kept.index("--gpu-memory-utilization")
-        del kept[at : at + 2]
-    return kept
 
 
 def source_name(recipe: str) -> str:

@@ -1,0 +1,25 @@
+"""Memory of a learner's state: all weights are trained, or LoRA adapters beside frozen weights."""
+
+from __future__ import annotations
+
+from rstar2.config import LearnerConfig
+from rstar2.model_config import ModelShape
+
+STATE_BYTES = 16
+"""Bytes per trained parameter: weight, gradient and two moments in float32."""
+
+
+def state_bytes(shape: ModelShape, learner: LearnerConfig) -> float:
+    """Bytes of weights, gradients and moments of all ranks together."""
+    if learner.lora is None:
+        return float(STATE_BYTES * shape.parameters)
+    frozen = 4 if learner.dtype == "float32" else 2
+    trained = shape.adapter_parameters(learner.lora.rank, learner.lora.targets)
+    return float(frozen * shape.parameters + STATE_BYTES * trained)
+
+
+def state_label(learner: LearnerConfig, ranks: int) -> str:
+    """What the state consists of, for the table of memory."""
+    if learner.lora is None:
+        return f"state, {STATE_BYTES} B per parameter / {ranks} ranks"
+    return f"frozen weights and adapters / {ranks} ranks"
