@@ -1,7 +1,5 @@
-"""Write docs/api.md, the reference of `import rstar2`, from signatures and docstrings.
-
-    python scripts/api_page.py            # write the page
-    python scripts/api_page.py --check    # exit with code 1 if the page is not up to date
+"""docs/api.md, the reference of `import rstar2`, from signatures and docstrings.
+`reference_pages.py` writes it.
 
 A docstring is Markdown, with two additions: lines `name: text` describe parameters and become a
 list, and the indented block below `Example:` is Python. Fields and enum members are described by
@@ -10,13 +8,11 @@ the string below them, or by a comment `#: text` behind them.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import enum
 import importlib
 import inspect
 import re
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,23 +54,10 @@ INTRODUCTION = """\
 itself takes milliseconds and does not load torch. [Environments](environments.md) and
 [the sandbox](sandbox.md) have pages with longer examples.
 
-This page is generated from the docstrings by `scripts/api_page.py`.
+This page is generated from the docstrings by `scripts/reference_pages.py`.
 """
 
 PARAMETER = re.compile(r"(\w+): (.+)", re.DOTALL)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Write docs/api.md from the docstrings.")
-    parser.add_argument("--check", action="store_true", help="Only check that it is up to date.")
-    text = page()
-    if not parser.parse_args().check:
-        PAGE.write_text(text, encoding="utf-8")
-        return 0
-    if PAGE.read_text(encoding="utf-8") == text:
-        return 0
-    print("docs/api.md is not up to date: run python scripts/api_page.py", file=sys.stderr)
-    return 1
 
 
 def page() -> str:
@@ -222,7 +205,3 @@ def block(part: str) -> str:
     return "\n".join(
         f"- `{match[1]}`: {' '.join(match[2].split())}" for match in described if match is not None
     )
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

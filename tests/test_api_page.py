@@ -47,7 +47,7 @@ def examples(name: str) -> list[str]:
 
 def test_the_page_is_up_to_date(script: ModuleType) -> None:
     assert script.PAGE.read_text(encoding="utf-8") == script.page(), (
-        "run python scripts/api_page.py"
+        "run python scripts/reference_pages.py"
     )
 
 

@@ -114,13 +114,13 @@ class Outcome(StrEnum):
 class Limits:
     """Resource limits of one call. A server caps each value; None means the server's default."""
 
-    wall_s: float | None = None
-    cpu_s: float | None = None
-    memory_mb: int | None = None
-    processes: int | None = None
-    file_mb: int | None = None
-    scratch_mb: int | None = None
-    output_chars: int | None = None
+    wall_s: float | None = None  #: Seconds.
+    cpu_s: float | None = None  #: Seconds of CPU time.
+    memory_mb: int | None = None  #: Memory of all its processes.
+    processes: int | None = None  #: Processes and threads.
+    file_mb: int | None = None  #: Size of one file.
+    scratch_mb: int | None = None  #: All files that it writes.
+    output_chars: int | None = None  #: Characters kept of stdout and of stderr.
 
 
 @dataclass(frozen=True, slots=True)

