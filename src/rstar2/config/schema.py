@@ -190,7 +190,7 @@ class OptimizerConfig(Section):
 class LoraConfig(Section):
     """Train low-rank adapters instead of all weights (extra `lora`); see docs/lora.md."""
 
-    rank: int = Field(32, ge=1, le=512)
+    rank: int = Field(32, ge=1, le=512)  #: Rank of the adapter matrices.
     alpha: int = Field(64, ge=1)
     """The adapter's product is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ()
