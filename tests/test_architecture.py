@@ -23,7 +23,7 @@ LAYERS = (
         *("grpo", "learner", "problems", "report", "reward", "rollout", "sandbox", "viewer"),
     },
     {"pipeline", "cluster", "plan", "mcp"},
-    {"ablation"},
+    {"evidence"},
     {"cli", "__main__", "api"},
 )
 """A module may import from its own layer and those above it in this list; stages may import each

@@ -157,7 +157,6 @@ def test_resampling_on_correct_works(python: Path, tmp_path: Path) -> None:
         ("train", "tiny"),
         ("quickstart",),
         ("sft", "tiny"),
-        ("ablate", "--out", "out"),
         ("eval", "run", "model", "--on", "arithmetic", "--out", "out"),
         ("view", "run"),
         ("entropy", "run"),

@@ -23,10 +23,10 @@ COMMANDS = {
     "quickstart": ("rstar2.cli.train", "quickstart", "Train the tiny agent with the whole recipe."),
     "train": ("rstar2.cli.train", "train", "Run a recipe: SFT, RL stages, evaluation."),
     "sft": ("rstar2.cli.train", "sft", "Run only the SFT stage of a recipe."),
-    "ablate": (
-        "rstar2.cli.ablate",
-        "ablate",
-        "Compare RoC with other resampling variants over seeds.",
+    "reproduce": (
+        "rstar2.cli.reproduce",
+        "reproduce",
+        "Run the experiment of a claim, or repeat one of its cells.",
     ),
     "eval": ("rstar2.cli.eval", "app", "Score a model on benchmarks, or compare two evaluations."),
     "view": ("rstar2.cli.view", "view", "Browse finished and running runs on a local web page."),

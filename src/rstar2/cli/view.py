@@ -43,7 +43,7 @@ def view(
 
 
 def run_directories(path: Path) -> list[Path]:
-    """A run directory itself, or those one or two levels inside a directory (an ablation)."""
+    """A run directory itself, or those one or two levels inside a directory (of a claim)."""
     if (path / "recipe.yaml").is_file():
         return [path]
     if not path.is_dir():

@@ -161,7 +161,7 @@ def recipe_folders() -> list[Path]:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Every shipped recipe by name (`tiny`, `ablations/uniform`)."""
+    """Every shipped recipe by name (`tiny`, `evidence/base`)."""
     return {
         str(path.relative_to(folder).with_suffix("")): path
         for folder in reversed(recipe_folders())

@@ -8,14 +8,14 @@ arithmetic task.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 from rstar2.config import TemplateConfig
 from rstar2.environments.base import Answer, SandboxClient, ToolSpec
 from rstar2.environments.python_tool import OpenPython, python_spec
-from rstar2.errors import InvariantError
+from rstar2.errors import InvariantError, RecipeError
 from rstar2.paper_format import (
     ANSWER_CLOSE,
     ANSWER_OPEN,
@@ -27,6 +27,8 @@ from rstar2.paper_format import (
     format_penalty,
     last_answer,
 )
+from rstar2.problems.arithmetic import sft_conversations
+from rstar2.problems.chains import ChainText, chain_conversations
 from rstar2.problems.load import ARITHMETIC, load_problems
 from rstar2.reward.grade import grade
 from rstar2.types import (
@@ -54,10 +56,25 @@ class PythonMath:
         template: TemplateConfig | None = None,
         *,
         problems: str = ARITHMETIC,
+        level: int = 1,
+        sft: Mapping[str, Any] | None = None,
         penalise_text_after_answer: bool = False,
     ) -> None:
+        """`level` is that of the embedded task; `sft` has the fields of `ChainText` (level 2)."""
+        if level not in (1, 2):
+            raise RecipeError(f"environment.args.level = {level}: the levels are 1 and 2")
+        if level == 1 and sft:
+            raise RecipeError("environment.args.sft describes the SFT text of level 2; set level")
+        known = [field.name for field in fields(ChainText)]
+        for name in sft or ():
+            if name not in known:
+                raise RecipeError(
+                    f"environment.args.sft.{name} is not a setting; known are {', '.join(known)}"
+                )
         self._template = template or TemplateConfig()
         self._problems = problems
+        self._level = level
+        self._text = ChainText(**(sft or {}))
         self._penalise_text_after_answer = penalise_text_after_answer
 
     @property
@@ -66,12 +83,12 @@ class PythonMath:
 
     def problems(self, split: Split, count: int | None, seed: int) -> Sequence[Problem]:
         """Problems of the embedded task by split; a file has no splits."""
-        return load_problems(self._problems, split, count=count, seed=seed)
+        return load_problems(self._problems, split, count=count, seed=seed, level=self._level)
 
     def demonstrations(self, count: int, seed: int) -> Iterator[Conversation]:
         """Conversations that teach the format of the embedded task."""
-        from rstar2.problems.arithmetic import sft_conversations
-
+        if self._level == 2:
+            return chain_conversations(count, seed, self._text)
         return sft_conversations(count, seed)
 
     async def open(

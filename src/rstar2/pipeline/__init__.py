@@ -1,1 +1,1 @@
-"""Training: the controller, its stages, checkpoints, progress views and ablations."""
+"""Training: the controller, its stages, checkpoints and progress views."""

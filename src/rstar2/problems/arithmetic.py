@@ -371,12 +371,12 @@ def sft_conversations(count: int, seed: int) -> Iterator[Conversation]:
     opening = int(count * CURRICULUM_SHARE)
     for index in range(count):
         if index < opening or rng.random() < COPY_SHARE:
-            yield _copy_turn(index, rng)
+            yield copy_turn(index, rng)
         else:
             yield _tool_conversation(index, rng)
 
 
-def _copy_turn(index: int, rng: random.Random) -> Conversation:
+def copy_turn(index: int, rng: random.Random) -> Conversation:
     """Repeat numbers as they are, as a JSON list or as an answer; no mathematics."""
     form = rng.choice(("plain", "json", "answer", "answer"))
     if form == "answer":
@@ -415,7 +415,7 @@ def _tool_conversation(index: int, rng: random.Random) -> Conversation:
         output = result.stdout.strip() or None
         if output is not None or rng.random() > RETRY_SHARE:
             break
-    messages.append(Message("assistant", _answer_text(output, rng)))
+    messages.append(Message("assistant", answer_text(output, rng)))
     return Conversation(f"tool-{index}", tuple(messages), source="arithmetic/tool")
 
 
@@ -424,7 +424,8 @@ def call_text(code: str) -> str:
     return f"{CALL_HEAD}{json.dumps(code)[1:-1]}{CALL_TAIL}"
 
 
-def _answer_text(output: str | None, rng: random.Random) -> str:
+def answer_text(output: str | None, rng: random.Random) -> str:
+    """The last turn: the output, or a guess if there is none; sometimes with wrong tags."""
     reason = rng.choice(ANSWER_REASONS if output is not None else GUESS_REASONS)
     number = output if output is not None else rng.randrange(10 ** rng.randint(1, 5))
     tagged = f"{ANSWER_HEAD}{number}{ANSWER_TAIL}"

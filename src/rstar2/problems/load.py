@@ -37,17 +37,26 @@ class _ProblemLine(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def load_problems(
-    name: str, split: Split, *, count: int | None = None, seed: int = 0, graded: bool = True
+    name: str,
+    split: Split,
+    *,
+    count: int | None = None,
+    seed: int = 0,
+    graded: bool = True,
+    level: int = 1,
 ) -> tuple[Problem, ...]:
     """The problems of a recipe, at most `count`; deterministic in its arguments.
 
-    `graded` is false if their environment does not use the graders of `reward/`.
+    `graded` is false if their environment does not use the graders of `reward/`; `level` is that of
+    the embedded task.
     """
     if name == ARITHMETIC:
         from rstar2.problems.arithmetic import make_problems
+        from rstar2.problems.chains import make_chains
 
         size = count if count is not None else TRAIN_COUNT
-        return tuple(make_problems(split, size, derive_seed("problems", split, seed)))
+        make = make_chains if level == 2 else make_problems
+        return tuple(make(split, size, derive_seed("problems", split, seed)))
     problems = tuple(read_jsonl(Path(name), graded=graded))
     return problems if count is None else problems[:count]
 

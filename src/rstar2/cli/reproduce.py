@@ -1,0 +1,122 @@
+"""`rstar2 reproduce`: run the experiment of a claim, or repeat one of its cells."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rstar2.errors import InvariantError, UserError
+
+if TYPE_CHECKING:
+    from rstar2.evidence.claim import Claim
+    from rstar2.evidence.run import CellRunner, Places
+    from rstar2.evidence.verdict import Recorded, Verdict
+
+
+def reproduce(
+    claim: Annotated[
+        str, typer.Argument(help="Name of a claim: a file in the folder of claims, without .yaml.")
+    ] = "",
+    list_: Annotated[bool, typer.Option("--list", help="List all claims and verdicts.")] = False,
+    cell: Annotated[
+        str,
+        typer.Option(
+            metavar="ARM/SEED",
+            help="Run this cell alone. If its result is recorded, compare every number.",
+        ),
+    ] = "",
+    pages: Annotated[
+        bool, typer.Option("--pages", help="Write all pages from recorded cells; run nothing.")
+    ] = False,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Number of cells in parallel; each needs one core.")
+    ] = 2,
+    folder: Annotated[Path, typer.Option(help="Folder of claims and their results.")] = Path(
+        "experiments"
+    ),
+    docs: Annotated[Path, typer.Option(help="Folder of the pages.")] = Path("docs/evidence"),
+    runs: Annotated[Path, typer.Option(help="Folder of the run directories.")] = Path(
+        "runs/evidence"
+    ),
+) -> None:
+    """Run the missing cells of a claim and write its page. Resumes after a stop."""
+    from rstar2.evidence.claim import claim_names, read_claim
+    from rstar2.evidence.run import CellRunner, Places, execute
+
+    places = Places(folder, runs)
+    if not claim_names(folder):
+        raise UserError(f"no claims in {folder}: run this in a checkout of rstar2, or set --folder")
+    if list_ or pages or not claim:
+        _report(places, docs if pages else None)
+        return
+    chosen = read_claim(folder, claim)
+    runner = CellRunner(places, execute, lambda text: typer.echo(text, err=True), jobs)
+    try:
+        asyncio.run(_supervised(runner, chosen, cell))
+    except asyncio.CancelledError:
+        typer.echo("stopped; the same command resumes", err=True)
+        raise typer.Exit(130) from None
+    if not cell:
+        _report(places, docs)
+
+
+async def _supervised(runner: CellRunner, claim: Claim, cell: str) -> None:
+    task = asyncio.current_task()
+    if task is None:
+        raise InvariantError("not inside a task")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    if cell:
+        await _one_cell(runner, claim, cell)
+    else:
+        await runner.run_all(claim)
+
+
+async def _one_cell(runner: CellRunner, claim: Claim, text: str) -> None:
+    from rstar2.evidence.results import difference, write_result
+    from rstar2.evidence.run import parse_cell, recorded, repeat
+
+    cell = parse_cell(claim, text)
+    before = recorded(runner.places, claim, cell)
+    result = await repeat(runner, claim, cell)
+    if before is None:
+        typer.echo(f"wrote {write_result(runner.places.results, result)}")
+        return
+    where = difference(before.numbers, result.numbers)
+    if where is None:
+        typer.echo(f"{cell}: equal to the recorded result in every digit")
+        return
+    typer.echo(f"{cell}: differs from the recorded result: {where}")
+    raise typer.Exit(1)
+
+
+def _report(places: Places, docs: Path | None) -> None:
+    """Print all verdicts; write the pages if `docs` is given."""
+    from rstar2.evidence.claim import claim_names
+    from rstar2.evidence.page import write_pages
+
+    judged = {name: _judged(places, name) for name in claim_names(places.claims)}
+    for name, (_, _, verdict) in judged.items():
+        typer.echo(f"{name:<22} {verdict.cells:>3} of {verdict.total:<4} {verdict.word}")
+    if docs is not None:
+        written = write_pages(docs, judged)
+        typer.echo(f"wrote {len(written)} pages to {docs}", err=True)
+
+
+def _judged(places: Places, name: str) -> tuple[Claim, Recorded, Verdict]:
+    from rstar2.evidence.claim import cell_of, read_claim
+    from rstar2.evidence.run import recorded
+    from rstar2.evidence.verdict import judge
+
+    claim = read_claim(places.claims, name)
+    cells = {
+        (arm, seed): result
+        for arm in claim.arms
+        for seed in range(claim.seeds)
+        if (result := recorded(places, claim, cell_of(claim, arm, seed))) is not None
+    }
+    return claim, cells, judge(claim, cells)

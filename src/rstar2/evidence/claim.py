@@ -1,0 +1,234 @@
+"""The file of a claim: what is compared, by which metric and test, and what would settle it.
+
+It is written and committed before its runs. Arms differ in their overrides of one recipe. The cells
+of a seed share the SFT weights and the problems, so that differences are taken within seeds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError
+
+from rstar2.config import EvaluationConfig, Recipe, RlConfig, load_recipe
+from rstar2.config.codeenv import Section
+from rstar2.errors import UserError
+
+
+class ClaimArm(Section):
+    """One way to train."""
+
+    title: str
+    set: tuple[str, ...] = ()
+    """Overrides of the claim's recipe, as `rl.roc.variant=none`."""
+    seed_offset: int = 0
+    """Added to the RL seed; a null arm repeats another arm with other seeds."""
+    same_as: str | None = None
+    """`CLAIM/ARM` of another claim whose cells these are."""
+
+
+class ClaimMetric(Section):
+    """A number per cell: the mean of a column over steps, fixed in advance."""
+
+    title: str
+    column: str
+    first: int = Field(1, ge=1)
+    last: int | None = None
+    """The last step of the mean; null is the last of the run."""
+    share: bool = True
+    """Whether to print it as a percentage."""
+
+
+class Contrast(Section):
+    """A weighted sum of arms within a seed, such as {roc: 1, flat: -1}."""
+
+    title: str
+    arms: dict[str, float]
+    metric: str
+
+
+class PrimaryContrast(Contrast):
+    """A contrast that the verdict depends on."""
+
+    expect: Literal["less", "greater"]
+    """The sign that the claim predicts."""
+    smallest: float = Field(gt=0)
+    """The smallest effect that matters. An interval that excludes it refutes the claim."""
+
+
+class PowerPlan(Section):
+    """What the number of seeds is based on."""
+
+    effect: float = Field(gt=0)
+    sd: float = Field(gt=0)
+    """Standard deviation of the contrast over seeds."""
+    source: str
+
+
+class Claim(Section):
+    """One question, its runs, and the rule of its verdict."""
+
+    name: str
+    title: str
+    question: str
+    why: str
+    """Where the claim comes from, and what the paper says."""
+    recipe: str = "evidence/base"
+    set: tuple[str, ...] = ()
+    """Overrides of all arms."""
+    seeds: int = Field(ge=2)
+    sft_seeds: int = Field(ge=1)
+    """Seed s starts from the SFT checkpoint of seed s % sft_seeds."""
+    arms: dict[str, ClaimArm]
+    metrics: dict[str, ClaimMetric]
+    primary: tuple[PrimaryContrast, ...]
+    controls: tuple[Contrast, ...] = ()
+    """Contrasts that must show nothing, such as two arms that differ in seeds alone."""
+    alpha: float = Field(0.05, gt=0, lt=1)
+    power: PowerPlan
+    budget_core_minutes: float = Field(gt=0)
+    exact: bool = True
+    """Whether a cell can be repeated to the last digit; false for asynchronous runs."""
+    limits: str = ""
+    """What this experiment cannot show."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run: an arm with a seed."""
+
+    claim: str
+    arm: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}-{self.seed}"
+
+    def __str__(self) -> str:
+        return f"{self.claim}: {self.arm}/{self.seed}"
+
+
+def read_claim(folder: Path, name: str) -> Claim:
+    """Read `folder/NAME.yaml`; raises UserError with what is wrong."""
+    path = folder / f"{name}.yaml"
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        known = claim_names(folder)
+        near = get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UserError(
+            f"no claim {name!r}: {hint}known in {folder} are {', '.join(known) or 'none'}"
+        ) from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} does not hold a claim")
+    try:
+        claim = Claim.model_validate({"name": name, **values})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(f"{path}: {where}: {first['msg']}") from None
+    _check(claim, path)
+    return claim
+
+
+def _check(claim: Claim, path: Path) -> None:
+    for contrast in (*claim.primary, *claim.controls):
+        if unknown := [arm for arm in contrast.arms if arm not in claim.arms]:
+            raise UserError(f"{path}: {contrast.title}: no arm {unknown[0]!r}")
+        if contrast.metric not in claim.metrics:
+            raise UserError(f"{path}: {contrast.title}: no metric {contrast.metric!r}")
+        if abs(sum(contrast.arms.values())) > 1e-9:
+            raise UserError(f"{path}: {contrast.title}: the weights must add up to 0")
+    for name, arm in claim.arms.items():
+        if arm.same_as is not None and (arm.set or arm.seed_offset or "/" not in arm.same_as):
+            raise UserError(
+                f"{path}: arms.{name}: same_as is CLAIM/ARM, without set or seed_offset"
+            )
+
+
+def claim_names(folder: Path) -> list[str]:
+    """The claims of a folder."""
+    return sorted(path.stem for path in folder.glob("*.yaml"))
+
+
+# --------------------------------------------------------------------------- cells
+
+
+def cells_of(claim: Claim) -> Iterator[Cell]:
+    """All cells, seed by seed, so that an unfinished claim has whole pairs."""
+    for seed in range(claim.seeds):
+        for name, arm in claim.arms.items():
+            owner, _, source = (arm.same_as or f"{claim.name}/{name}").partition("/")
+            yield Cell(owner, source, seed)
+
+
+def cell_of(claim: Claim, arm: str, seed: int) -> Cell:
+    """The cell that holds the numbers of an arm, which may belong to another claim."""
+    owner, _, source = (claim.arms[arm].same_as or f"{claim.name}/{arm}").partition("/")
+    return Cell(owner, source, seed)
+
+
+def cell_recipe(claim: Claim, cell: Cell) -> Recipe:
+    """The recipe of a cell of this claim, before its SFT weights are known."""
+    arm = claim.arms[cell.arm]
+    overrides = (*claim.set, *arm.set)
+    return load_recipe(claim.recipe, overrides, seed=cell.seed + arm.seed_offset).recipe
+
+
+def sft_recipe(claim: Claim, cell: Cell) -> Recipe | None:
+    """The recipe of the SFT weights that a cell starts from; None if the arm has no SFT."""
+    recipe = cell_recipe(claim, cell)
+    if recipe.sft is None:
+        return None
+    return recipe.model_copy(
+        update={
+            "name": "evidence-sft",
+            "seed": cell.seed % claim.sft_seeds,
+            "rl": RlConfig(),
+            "evaluation": EvaluationConfig(**_sft_evaluation(recipe)),
+        }
+    )
+
+
+def _sft_evaluation(recipe: Recipe) -> dict[str, Any]:
+    """A small evaluation: cells measure the policy they start from in their first step."""
+    kept = recipe.evaluation
+    return {
+        "count": 48,
+        "greedy": False,
+        "max_length": kept.max_length,
+        "max_turns": kept.max_turns,
+    }
+
+
+def from_weights(recipe: Recipe, policy: Path) -> Recipe:
+    """The RL of a cell, from SFT weights."""
+    model = recipe.model.model_copy(update={"path": str(policy.absolute())})
+    return recipe.model_copy(update={"model": model, "sft": None})
+
+
+def fingerprint(recipe: Recipe) -> str:
+    """Identifies the settings of a recipe; new settings with defaults do not change it."""
+    values = recipe.model_dump(mode="json", exclude_defaults=True)
+    text = json.dumps(values, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# --------------------------------------------------------------------------- values
+
+
+def metric_of(metric: ClaimMetric, columns: Mapping[str, list[float | None]]) -> float | None:
+    """The mean of a column over the metric's steps, without missing values; None without any."""
+    known = [v for v in columns[metric.column][metric.first - 1 : metric.last] if v is not None]
+    return sum(known) / len(known) if known else None

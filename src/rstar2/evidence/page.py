@@ -1,0 +1,341 @@
+"""The page of a claim and the index of all claims, generated from the recorded cells."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from rstar2.evidence.claim import Claim, ClaimMetric, Contrast, PrimaryContrast, metric_of
+from rstar2.evidence.results import CellResult
+from rstar2.evidence.statistics import ContrastTest, power, t_test
+from rstar2.evidence.verdict import Finding, Recorded, Verdict, contrast_values
+from rstar2.report.svg import HEIGHT, WIDTH, Series, line_chart, number, percent
+
+COLOURS = ("#6b7280", "#2563eb", "#dc2626", "#d97706", "#7c3aed", "#059669", "#db2777", "#0891b2")
+STYLE = """
+text{font:11px system-ui,sans-serif;fill:#374151}.grid{stroke:#e5e7eb}.axis{stroke:#9ca3af}
+.line{fill:none;stroke-width:1.8}.faint{opacity:.25;stroke-width:1}
+.band{opacity:.12;stroke:none}.cursor{display:none}.title{font-weight:600;font-size:13px}
+"""
+CHARTS = {
+    "reward": "Reward of the rollouts (accuracy), by step",
+    "failing_calls_in_correct": "Tool-error rate in correct rollouts, by step",
+    "response_length": "Response length in tokens, by step",
+    "entropy": "Entropy of sampled tokens, by step",
+}
+SHARES = ("reward", "failing_calls_in_correct")
+SMOOTH = 3
+
+
+def claim_page(claim: Claim, cells: Recorded, verdict: Verdict) -> str:
+    """The page of one claim, as Markdown."""
+    parts = [
+        f"# {claim.title}",
+        f"**Verdict: {verdict.word}.** {verdict.sentence}",
+        f"{claim.question.strip()}\n\n{claim.why.strip()}",
+        _commands(claim),
+        "## Arms",
+        _arms(claim, cells),
+        "## Primary contrasts",
+        _primary(claim, verdict),
+    ]
+    if claim.controls:
+        parts += ["## Controls", _controls(claim, verdict)]
+    parts += ["## Means", _means(claim, cells), "## Other metrics", _other(claim, cells)]
+    if cells:
+        parts += ["## Curves", f"![Curves of all arms]({claim.name}.svg)"]
+    parts += ["## Rule", _rule(claim), "## Cost", _cost(claim, cells)]
+    if claim.limits:
+        parts += ["## Limits", claim.limits.strip()]
+    return "\n\n".join(parts) + "\n"
+
+
+def index_page(verdicts: Mapping[str, tuple[Claim, Verdict, float]]) -> str:
+    """The list of all claims with their verdicts."""
+    lines = [
+        "# Evidence",
+        "",
+        "Each claim is a file in `experiments/`, committed before its runs. It fixes the arms, the "
+        "seeds, the metric, the test and the rule of the verdict. `rstar2 reproduce CLAIM` runs "
+        "the missing cells (one run each: an arm with a seed) and writes its page. `rstar2 "
+        "reproduce CLAIM --cell ARM/SEED` repeats one recorded cell and compares every number. "
+        "The numbers of all cells are in `experiments/results/`, and `rstar2 reproduce --pages` "
+        "writes these pages from them.",
+        "",
+        "| claim | verdict | cells | core-hours |",
+        "|---|---|---|---|",
+    ]
+    for name, (claim, verdict, hours) in verdicts.items():
+        page = f"[{claim.title}]({name}.md)"
+        lines.append(
+            f"| {page} | {verdict.word} | {verdict.cells} of {verdict.total} | {hours:.2f} |"
+        )
+    lines += [
+        "",
+        "All runs are at level 2 of the embedded task with a model of half a million parameters. A "
+        "verdict holds for that task and model. It says nothing about larger models.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+# --------------------------------------------------------------------------- parts
+
+
+def _commands(claim: Claim) -> str:
+    arm = next((name for name, a in claim.arms.items() if a.same_as is None), None)
+    lines = [f"rstar2 reproduce {claim.name}            # run what is missing, write this page"]
+    if arm is not None:
+        lines.append(
+            f"rstar2 reproduce {claim.name} --cell {arm}/0   # repeat one cell, compare it"
+        )
+    return "```bash\n" + "\n".join(lines) + "\n```"
+
+
+def _arms(claim: Claim, cells: Recorded) -> str:
+    lines = ["| arm | what it does | settings | cells |", "|---|---|---|---|"]
+    for name, arm in claim.arms.items():
+        settings = ", ".join(f"`{text}`" for text in arm.set)
+        if arm.same_as:
+            settings = f"cells of `{arm.same_as}`"
+        elif arm.seed_offset:
+            settings += f"{', ' if settings else ''}RL seed + {arm.seed_offset}"
+        done = sum(1 for owner, _ in cells if owner == name)
+        lines.append(f"| `{name}` | {arm.title} | {settings} | {done} of {claim.seeds} |")
+    common = ", ".join(f"`{text}`" for text in claim.set)
+    return "\n".join(lines) + (
+        f"\n\nAll arms: recipe `{claim.recipe}`{', ' + common if common else ''}. Seed s starts "
+        f"from SFT checkpoint s % {claim.sft_seeds}. Arms of a seed share it and see the same "
+        "problems."
+    )
+
+
+def _primary(claim: Claim, verdict: Verdict) -> str:
+    lines = [
+        "| contrast, within seeds | metric | expected | mean | 95% interval | p (Holm) | seeds | "
+        "verdict |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for finding in verdict.primary:
+        contrast = finding.contrast
+        assert isinstance(contrast, PrimaryContrast)
+        metric = claim.metrics[contrast.metric]
+        lines.append(
+            f"| {contrast.title}: {_weights(contrast)} | {metric.title} | {contrast.expect} than 0 "
+            f"| {_test_cells(finding, metric)} | {finding.word or 'not yet'} |"
+        )
+    note = "" if verdict.complete else "\n\nInterim figures: the rule applies to all cells only."
+    return "\n".join(lines) + note
+
+
+def _controls(claim: Claim, verdict: Verdict) -> str:
+    lines = [
+        "| control, must show nothing | metric | mean | 95% interval | p (Holm) | seeds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for finding in verdict.controls:
+        metric = claim.metrics[finding.contrast.metric]
+        weights = _weights(finding.contrast)
+        lines.append(
+            f"| {finding.contrast.title}: {weights} | {metric.title} | "
+            f"{_test_cells(finding, metric)} |"
+        )
+    return "\n".join(lines)
+
+
+def _means(claim: Claim, cells: Recorded) -> str:
+    metrics = list(claim.metrics.values())
+    lines = [
+        "Mean over seeds with its 95% interval (Student's t).",
+        "",
+        "| arm | "
+        + " | ".join(m.title for m in metrics)
+        + " | rollouts drawn | held-out sampled |",
+        "|---|" + "---|" * (len(metrics) + 2),
+    ]
+    for arm in claim.arms:
+        mine = [result for (name, _), result in sorted(cells.items()) if name == arm]
+        row = []
+        for metric in metrics:
+            values = [metric_of(metric, result.numbers.columns) for result in mine]
+            row.append(_estimate(t_test([v for v in values if v is not None]), metric))
+        row.append(_plain([sum(v or 0 for v in r.numbers.columns["rollouts/drawn"]) for r in mine]))
+        row.append(_percent([a for r in mine if (a := _heldout(r)) is not None]))
+        lines.append(f"| `{arm}` | " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+def _other(claim: Claim, cells: Recorded) -> str:
+    """Every two-arm contrast for every metric: descriptive, without correction."""
+    contrasts = [c for c in (*claim.primary, *claim.controls) if len(c.arms) >= 2]
+    distinct = {_weights(c): c for c in contrasts}
+    metrics = list(claim.metrics.items())
+    lines = [
+        "Differences within seeds with uncorrected 95% intervals, for description only.",
+        "",
+        "| contrast | " + " | ".join(m.title for _, m in metrics) + " |",
+        "|---|" + "---|" * len(metrics),
+    ]
+    for weights, contrast in distinct.items():
+        row = []
+        for name, metric in metrics:
+            same = Contrast(title=contrast.title, arms=contrast.arms, metric=name)
+            row.append(_estimate(t_test(contrast_values(claim, same, cells)), metric, signed=True))
+        lines.append(f"| {weights} | " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+def _rule(claim: Claim) -> str:
+    plan = claim.power
+    tests = len(claim.primary)
+    chance = power(plan.effect, plan.sd, claim.seeds, claim.alpha / tests)
+    smallest = "; ".join(
+        f"{c.title}: {_value(c.smallest, claim.metrics[c.metric])}" for c in claim.primary
+    )
+    return (
+        "Each contrast has one value per seed and is tested against 0 with Student's t, two-sided. "
+        f"The p-values of the {tests} primary contrasts are corrected by Holm's method at "
+        f"{claim.alpha:g}. *Confirmed*: significant, with the expected sign. *Refuted*: "
+        "significant with the other sign, or the 95% interval excludes the smallest effect that "
+        f"matters ({smallest}). *Open*: anything else, or a control that shows a difference.\n\n"
+        f"Power: an effect of {plan.effect:g} with a standard deviation of {plan.sd:g} over seeds "
+        f"({plan.source}) is found with probability {chance:.2f} by {claim.seeds} seeds."
+    )
+
+
+def _cost(claim: Claim, cells: Recorded) -> str:
+    own = [r for r in cells.values() if r.claim == claim.name]
+    text = (
+        f"{core_hours(claim, cells):.2f} core-hours for {len(own)} cells of this claim, without "
+        f"SFT (planned: {claim.budget_core_minutes / 60:.2f})."
+    )
+    machines = sorted({f"{r.made['cpu']}, torch {r.made['torch']}" for r in own})
+    if machines:
+        text += f" {'; '.join(machines)}; AVX2 kernels, one thread."
+    if not claim.exact:
+        text += " Cells are asynchronous and do not repeat to the last digit."
+    return text
+
+
+def core_hours(claim: Claim, cells: Recorded) -> float:
+    """What the claim's own cells cost."""
+    own = [r for r in cells.values() if r.claim == claim.name]
+    return sum(float(r.made["core_seconds"]) for r in own) / 3600
+
+
+def _weights(contrast: Contrast) -> str:
+    terms = []
+    for arm, weight in contrast.arms.items():
+        sign = "-" if weight < 0 else "+"
+        size = "" if abs(weight) == 1 else f"{abs(weight):g} "
+        terms.append(f"{sign} {size}`{arm}`")
+    return " ".join(terms).removeprefix("+ ")
+
+
+def _test_cells(finding: Finding, metric: ClaimMetric) -> str:
+    test = finding.test
+    if test.count < 2:
+        return f"– | – | – | {test.count}"
+    low, high = (_value(v, metric, signed=True) for v in (test.low, test.high))
+    p = "< .001" if finding.adjusted_p < 0.001 else f"{finding.adjusted_p:.3f}"
+    return f"{_value(test.mean, metric, signed=True)} | {low} to {high} | {p} | {test.count}"
+
+
+def _estimate(test: ContrastTest, metric: ClaimMetric, *, signed: bool = False) -> str:
+    if not test.count:
+        return "–"
+    mean = _value(test.mean, metric, signed=signed)
+    if math.isnan(test.low):
+        return mean
+    low, high = (_value(v, metric, signed=signed) for v in (test.low, test.high))
+    return f"{mean} ({low} to {high})"
+
+
+def _value(value: float, metric: ClaimMetric, *, signed: bool = False) -> str:
+    sign = "+" if signed else ""
+    if metric.share:
+        return f"{100 * value:{sign}.1f}%"
+    return f"{value:{sign}.1f}" if abs(value) >= 10 else f"{value:{sign}.3g}"
+
+
+def _plain(values: Sequence[float]) -> str:
+    return f"{fmean(values):,.0f}" if values else "–"
+
+
+def _percent(values: Sequence[float]) -> str:
+    return f"{100 * fmean(values):.1f}%" if values else "–"
+
+
+def _heldout(result: CellResult) -> float | None:
+    sampled = [v["accuracy"] for k, v in result.numbers.heldout.items() if k.endswith("/sampled")]
+    return sampled[-1] if sampled else None
+
+
+# --------------------------------------------------------------------------- curves
+
+
+def curves(claim: Claim, cells: Recorded) -> str:
+    """Accuracy, tool errors, length and entropy of every arm by step, as one SVG."""
+    gap, top, columns = 24, 30 + 18 * -(-len(claim.arms) // 4), 2
+    width = columns * (WIDTH + gap) + gap
+    height = top + -(-len(CHARTS) // columns) * (HEIGHT + gap + 16)
+    colours = "".join(f".s{i}{{stroke:{c}}}.f{i}{{fill:{c}}}" for i, c in enumerate(COLOURS))
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}"><style>{STYLE}{colours}</style>'
+        f'<rect width="{width}" height="{height}" fill="#fff"/>'
+    ]
+    for index, arm in enumerate(claim.arms):
+        x, y = gap + index % 4 * (width // 4), 20 + 18 * (index // 4)
+        colour = COLOURS[index % len(COLOURS)]
+        parts.append(
+            f'<line x1="{x}" x2="{x + 20}" y1="{y - 4}" y2="{y - 4}" stroke-width="3" '
+            f'stroke="{colour}"/><text x="{x + 26}" y="{y}">{arm}</text>'
+        )
+    for index, (column, title) in enumerate(CHARTS.items()):
+        x = gap + index % columns * (WIDTH + gap)
+        y = top + index // columns * (HEIGHT + gap + 16)
+        form = percent if column in SHARES else number
+        chart = str(line_chart(_series(claim, cells, column), title=title, y_format=form))
+        place = f'<svg x="{x}" y="{y + 16}" width="{WIDTH}" height="{HEIGHT}" '
+        parts.append(
+            f'<text class="title" x="{x}" y="{y + 10}">{title}</text>'
+            + chart.replace("<svg ", place, 1)
+        )
+    return "".join([*parts, "</svg>\n"])
+
+
+def _series(claim: Claim, cells: Recorded, column: str) -> list[Series]:
+    """Mean over seeds per step, smoothed, of every arm."""
+    out = []
+    for index, arm in enumerate(claim.arms):
+        mine = [r.numbers.columns[column] for (name, _), r in sorted(cells.items()) if name == arm]
+        if not mine:
+            continue
+        steps = range(max(len(values) for values in mine))
+        known = [[v[i] for v in mine if i < len(v)] for i in steps]
+        means = [_mean(values) for values in known]
+        out.append(Series(arm, [i + 1 for i in steps], means, index % len(COLOURS), smooth=SMOOTH))
+    return out
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return fmean(known) if known else None
+
+
+def write_pages(folder: Path, claims: Mapping[str, tuple[Claim, Recorded, Verdict]]) -> list[Path]:
+    """Write the page and curves of each claim, and the index of all of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [folder / "README.md"]
+    for name, (claim, cells, verdict) in claims.items():
+        page = folder / f"{name}.md"
+        page.write_text(claim_page(claim, cells, verdict))
+        written.append(page)
+        if cells:
+            (folder / f"{name}.svg").write_text(curves(claim, cells))
+    index = {n: (c, v, core_hours(c, cells)) for n, (c, cells, v) in claims.items()}
+    written[0].write_text(index_page(index))
+    return written
