@@ -91,7 +91,7 @@ def _commands(claim: Claim) -> str:
         lines.append(
             f"rstar2 reproduce {claim.name} --cell {arm}/0   # repeat one cell, compare it"
         )
-    return "```bash\n" + "\n".join(lines) + "\n```"
+    return "<!-- not run: takes up to an hour -->\n```bash\n" + "\n".join(lines) + "\n```"
 
 
 def _arms(claim: Claim, cells: Recorded) -> str:
