@@ -8,18 +8,19 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.request import urlopen
 
 import pytest
 
 from rstar2.viewer.run import ViewedRun, open_runs
-from tests.viewer.nasty import write_hostile, write_plain
+from tests.viewer.nasty import WIDE_NAME, write_hostile, write_plain, write_wide
 from tests.viewer.served import serving
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+Theme = Literal["light", "dark"]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 READY_MS = 60_000
 
@@ -29,7 +30,7 @@ READY_MS = 60_000
 
 @pytest.fixture(scope="session")
 def runs(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """`real`; `bare` (the same without index and token values); `hostile`; `torn`; `older`."""
+    """A real run, the same without index and token values (`bare`), and runs of nasty.py."""
     root = tmp_path_factory.mktemp("runs")
     shutil.copytree(finished, root / "real")
     bare = shutil.copytree(finished, root / "bare")
@@ -43,7 +44,9 @@ def runs(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     older = write_plain(root / "older", steps=1)
     about = json.loads((older / "environment.json").read_text())
     (older / "environment.json").write_text(json.dumps(about | {"schema": 0, "rstar2": "0.0.9"}))
-    return {name: root / name for name in ("real", "bare", "hostile", "torn", "older")}
+    wide = write_wide(root / WIDE_NAME)
+    named = {name: root / name for name in ("real", "bare", "hostile", "torn", "older")}
+    return named | {"wide": wide}
 
 
 @pytest.fixture(scope="session")
@@ -83,7 +86,7 @@ def ask(url: str) -> Callable[[str], Any]:
 # --------------------------------------------------------------------------- browser
 
 
-def _absent(what: str) -> None:
+def absent(what: str) -> None:
     """No browser is a skip for people and a failure in CI, which installs one."""
     if os.environ.get("RSTAR2_REQUIRE_BROWSER"):
         pytest.fail(what)
@@ -100,10 +103,10 @@ def browser() -> Iterator[Browser]:
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
-        _absent("no browser tests: playwright is not installed (pip install playwright)")
+        absent("no browser tests: playwright is not installed (pip install playwright)")
     path = os.environ.get("RSTAR2_CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), "")
     if not path:
-        _absent("no browser tests: no Chromium on PATH (scripts/install-debian.sh installs one)")
+        absent("no browser tests: no Chromium on PATH (scripts/install-debian.sh installs one)")
     with sync_playwright() as play:
         chromium = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield chromium
@@ -134,8 +137,12 @@ def phone(browser: Browser, complaints: Complaints) -> Iterator[Page]:
 
 
 @contextlib.contextmanager
-def opened(browser: Browser, complaints: Complaints, width: int, height: int) -> Iterator[Page]:
-    context = browser.new_context(viewport={"width": width, "height": height})
+def opened(
+    browser: Browser, complaints: Complaints, width: int, height: int, theme: Theme = "light"
+) -> Iterator[Page]:
+    context = browser.new_context(
+        viewport={"width": width, "height": height}, color_scheme=theme, reduced_motion="reduce"
+    )
     context.set_default_timeout(READY_MS)
     page = context.new_page()
     page.on("pageerror", lambda error: complaints.append(f"error: {error}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from rstar2.config import Recipe, RlConfig, StageConfig
@@ -90,6 +91,49 @@ def write_plain(path: Path, steps: int) -> Path:
         for step in range(1, steps + 1):
             write_step(run, step)
     return path
+
+
+WIDE_NAME = "rstar2-agent-14b-roc-on-dapo-math-seed0-2026-11-17"
+LATEX = (
+    r"Let $f(x) = \frac{x^2 - 1}{\sqrt{x} + 1}$ for $x \geq 0$, and let \[ S = \sum_{k=1}^{n} "
+    r"\binom{n}{k} f(k). \] Find the largest $n \le 2026$ such that $S$ is divisible by $7$, "
+    r"if tickets cost $5 and $6."
+)
+
+
+def write_wide(path: Path) -> Path:
+    """A run with the long names, problems and lists of calls that real runs have."""
+    stages = (StageConfig(name="stage1", steps=9, max_length=64),)
+    long_recipe = Recipe(name="rstar2-agent-14b-roc-on-dapo-math", rl=RlConfig(stages=stages))
+    calls = [Outcome.OK, Outcome.EXCEPTION, Outcome.SYNTAX_ERROR, Outcome.BAD_JSON, Outcome.TIMEOUT]
+    with RunDirectory.create_or_resume(path, long_recipe) as run:
+        made, selection = group_of("stage1/1/0", 1, text=LATEX)
+        rollouts = tuple(
+            replace(
+                r,
+                answer="98765432109876543210",
+                turns=tuple(_with_results(turn, calls) for turn in r.turns),
+            )
+            for r in made.trajectories
+        )
+        made = replace(made, trajectories=rollouts)
+        reasons = "drawn: 3 of 11 correct rollouts by the inverse of their penalty"
+        choices = tuple(replace(c, reason=reasons, weight=18.1818) for c in selection.choices)
+        run.trajectories("stage1", 1, made, replace(selection, choices=choices))
+        run.metrics("stage1", 1, {"reward": 0.5, "entropy": 0.1, "time/step": 2.0})
+        run.event("finished")
+    return path
+
+
+def _with_results(turn: Turn, outcomes: list[Outcome]) -> Turn:
+    if not turn.calls:
+        return turn
+    calls = tuple(replace(turn.calls[0], id=f"{turn.calls[0].id}{n}") for n in range(len(outcomes)))
+    results = tuple(
+        replace(turn.results[0], call_id=c.id, outcome=o)
+        for c, o in zip(calls, outcomes, strict=True)
+    )
+    return replace(turn, calls=calls, results=results)
 
 
 def write_hostile(path: Path) -> Path:

@@ -12,7 +12,7 @@ import pytest
 
 from rstar2.record import RunDirectory, read_groups, read_metrics
 from rstar2.report.summary import percent
-from tests.viewer.nasty import HOSTILE, recipe, write_plain, write_step
+from tests.viewer.nasty import HOSTILE, LATEX, WIDE_NAME, recipe, write_plain, write_step
 from tests.viewer.served import serving
 
 if TYPE_CHECKING:
@@ -127,7 +127,25 @@ def test_a_rollout_reads_as_thought_code_result_and_answer(page: Page, url: str)
     assert "think 1" in page.locator(".seg.thought").first.inner_text()
     assert page.locator(".seg.code i.f").inner_text() == "print"
     assert "exception" in page.locator(".seg.result.failed").inner_text()
-    assert "boxed{4}" in page.locator(".seg.answer.failed").inner_text()
+    assert page.locator(".seg.answer.failed math .boxed").text_content() == "4"
+
+
+def test_latex_is_drawn_and_its_source_is_a_key_away(page: Page, url: str) -> None:
+    open_page(page, f"{url}/run/{WIDE_NAME}/rollout/stage1/1/0/0")
+    question = page.locator("h1.question")
+    assert question.locator("math mfrac msqrt").count() == 1
+    assert question.locator("math[display=block] munderover").count() == 1
+    assert question.locator("math").first.bounding_box() is not None
+    assert question.inner_text().endswith("if tickets cost $5 and $6.")
+    assert "frac" not in question.inner_text()
+    page.keyboard.press("m")
+    assert question.inner_text() == LATEX
+    page.click("#tex")
+    assert "frac" not in question.inner_text()
+    open_page(page, f"{url}/run/{WIDE_NAME}/step/stage1/1")
+    assert page.locator(".grouprow .prompt math").count() >= 3
+    open_page(page, f"{url}/run/real")
+    assert page.locator("#tex").is_hidden()
 
 
 def test_tokens_show_all_that_is_known_of_them(page: Page, url: str, runs: dict[str, Path]) -> None:
@@ -235,6 +253,42 @@ def test_the_keyboard_is_enough(page: Page, url: str) -> None:
     page.wait_for_function("() => document.activeElement.id === 'q'")
 
 
+def focused(page: Page) -> Any:
+    """The tag of the element that has focus, and what identifies it."""
+    return page.evaluate(
+        "(({tagName, name, dataset, innerText, id}) => [tagName, name || dataset.row || "
+        "dataset.mode || id || innerText])(document.activeElement)"
+    )
+
+
+def test_focus_follows_the_reader(page: Page, url: str) -> None:
+    step = "/run/torn/step/stage1/1"
+    open_page(page, f"{url}{step}")
+    page.keyboard.press("j")
+    settled(page, lambda: page.keyboard.press("Enter"))
+    assert focused(page) == ["H1", "What is 1 + 4?"]  # a screen reader reads the new heading
+    settled(page, lambda: page.keyboard.press("u"))
+    assert focused(page) == ["LI", "/run/torn/group/stage1/1/0"]
+    settled(page, lambda: page.locator("#sort").select_option("hard"))
+    page.locator("#sort").focus()
+    settled(page, lambda: page.locator("#sort").select_option("easy"))
+    assert focused(page) == ["SELECT", "sort"]
+    settled(page, lambda: page.locator("a[aria-label='next step']").press("Enter"))
+    assert page.url.endswith("/step/stage1/2")
+    settled(page, page.go_back)
+    assert page.evaluate("document.activeElement.ariaLabel") == "next step"
+
+
+def test_focus_stays_on_a_control_that_is_drawn_again(page: Page, url: str) -> None:
+    open_page(page, f"{url}/run/torn/rollouts")
+    page.locator("select[name=reward]").focus()
+    settled(page, lambda: page.select_option("select[name=reward]", "1"))
+    assert focused(page) == ["SELECT", "reward"]
+    open_page(page, f"{url}/run/real/rollout/short/1/0/0?tab=tokens")
+    page.locator("button[data-mode=class]").press("Enter")
+    assert focused(page) == ["BUTTON", "class"]
+
+
 def test_light_and_dark(page: Page, url: str) -> None:
     open_page(page, f"{url}/")
     shade = "getComputedStyle(document.body).backgroundColor"
@@ -277,8 +331,11 @@ def test_a_run_that_is_writing_is_followed(page: Page, tmp_path: Path) -> None:
             assert page.locator(".badge:has-text('running')").count() == 1
             assert page.locator(".strip .cell").count() == 1
             page.evaluate("window.same = true")
+            page.locator("#settings summary").press("Enter")
             write_step(run, 2)
             cells(page, 2)
+            assert page.evaluate("document.activeElement.parentNode.id") == "settings"
+            assert page.locator("#settings").get_attribute("open") is not None
             run.rewind("stage1", 1)  # a resumed run goes back
             cells(page, 1)
             write_step(run, 2)

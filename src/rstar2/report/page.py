@@ -18,6 +18,7 @@ from rstar2.files import write_file
 from rstar2.record import evaluation_stage, read_groups
 from rstar2.record.read import busy_seconds
 from rstar2.report import svg
+from rstar2.report.latex import to_markup
 from rstar2.report.segments import Segment, segments
 from rstar2.report.summary import StageCurve, Summary, duration, summarise
 from rstar2.report.table import main_evaluation, share
@@ -80,11 +81,14 @@ def render(summary: Summary) -> str:
 
 
 def page_template(package: str, **filters: Callable[..., str]) -> jinja2.Template:
-    """The page.html.jinja of a package: text is escaped, and an undefined name is an error."""
+    """The page.html.jinja of a package: text is escaped, and an undefined name is an error.
+
+    The filter `formulas` draws LaTeX as MathML.
+    """
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= filters
+    environment.filters |= {"formulas": to_markup, **filters}
     return environment.from_string(asset(package, "page.html.jinja"))
 
 

@@ -17,6 +17,7 @@ from rstar2.entropy.classes import classify, failures_before, recorded_entropies
 from rstar2.grpo.roc import penalties
 from rstar2.record import GroupLine
 from rstar2.record.index import GroupEntry
+from rstar2.report.latex import formulas, whole_formula
 from rstar2.report.segments import Segment, segments
 from rstar2.rollout.timeline import STATES, TimelineSpan, chrome_trace, svg
 from rstar2.types import (
@@ -71,6 +72,7 @@ def group_row(catalog: Catalog, group: GroupRef) -> dict[str, Any]:
         "problem": group.problem,
         "kind": group.kind,
         "prompt": group.prompt,
+        "prompt_math": formulas(group.prompt),
         "used": group.used,
         "right": sum(reward > 0.5 for reward in graded),
         "graded": len(graded),
@@ -235,6 +237,7 @@ def _choice_row(choice: Choice, trajectory: Trajectory | None) -> dict[str, Any]
         "recorded": trajectory is not None,
         "correct": choice.reward > 0.5,
         "answer": _cut(trajectory.answer or "", 200) if trajectory else None,
+        "answer_math": whole_formula(trajectory.answer or "") if trajectory else None,
         "p_err": choice.p_err,
         "p_format": choice.p_format,
         "weight": choice.weight,
@@ -249,7 +252,9 @@ def _problem(recorded: Group) -> dict[str, Any]:
     return {
         "id": problem.id,
         "prompt": _cut(problem.prompt),
+        "prompt_math": formulas(_cut(problem.prompt)),
         "answer": _cut(problem.answer, 2000),
+        "answer_math": whole_formula(problem.answer),
         "grader": problem.grader,
         "kind": problem.kind,
         "source": problem.source,
@@ -290,6 +295,7 @@ def rollout(run: ViewedRun, trajectory_id: str) -> dict[str, Any]:
         "correct": trajectory.correct,
         "reward": asdict(trajectory.reward) if trajectory.reward else None,
         "answer": _cut(trajectory.answer or "", 2000),
+        "answer_math": whole_formula(trajectory.answer or ""),
         "answer_tags": trajectory.answer_tags,
         "penalties": penalties(trajectory),
         "seed": trajectory.seed,
@@ -303,12 +309,14 @@ def rollout(run: ViewedRun, trajectory_id: str) -> dict[str, Any]:
 
 
 def _segment(segment: Segment, trajectory: Trajectory) -> dict[str, Any]:
-    shown = {
+    shown: dict[str, Any] = {
         "kind": segment.kind,
         "turn": segment.turn,
         "text": _cut(segment.text),
         "cut": max(0, len(segment.text) - LONGEST),
     }
+    if segment.kind in ("thought", "answer"):
+        shown["math"] = formulas(shown["text"])
     if segment.kind == "result":
         result = trajectory.all_turns[segment.turn].results[segment.result]
         shown |= {"outcome": segment.outcome, "failed": segment.failed, **_result(result)}

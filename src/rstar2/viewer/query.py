@@ -18,6 +18,7 @@ import msgspec
 
 from rstar2.errors import UserError
 from rstar2.record.index import decode_without_tokens
+from rstar2.report.latex import formulas
 from rstar2.types import StopReason
 from rstar2.viewer.catalog import OUTCOMES, rollout_cells
 from rstar2.viewer.run import ViewedRun
@@ -173,6 +174,7 @@ def _row(run: ViewedRun, key: RolloutKey) -> dict[str, Any]:
         "group": row["group_id"],
         "stage": run.catalog.readers[row["stage"]].stage,
         "prompt": row["prompt"],
+        "prompt_math": formulas(row["prompt"]),
         "kind": row["kind"],
         **rollout_cells(row),
     }

@@ -1,6 +1,6 @@
 // The page: reads the address, shows its view, keeps it up to date, handles the keyboard.
 
-import { h, hideTip } from "/static/dom.js";
+import { focusAgain, focusedIn, h, hideTip } from "/static/dom.js";
 import { at, get } from "/static/api.js";
 import * as runs from "/static/runs.js";
 import * as run from "/static/run.js";
@@ -32,7 +32,7 @@ function parse(url) {
 let shown = null;  // {view, params, query, page}
 let ticket = 0;    // the newest request to show something
 
-async function show({ keepScroll = false } = {}) {
+async function show({ keepScroll = false, focus = null, from = null } = {}) {
   const mine = ++ticket;
   const wanted = parse(new URL(location.href));
   hideTip();
@@ -43,11 +43,13 @@ async function show({ keepScroll = false } = {}) {
     if (mine !== ticket) return;
     shown?.page?.close?.();
     shown = { ...wanted, page };
+    here = location.pathname;
     main.replaceChildren(page.node);
     crumbs(page.crumbs || []);
     document.title = `${page.title} · rstar2`;
     page.ready?.();
     if (!keepScroll) focusAnchor();
+    if (from !== null) refocus(focus, from);
   } catch (error) {
     if (mine !== ticket) return;
     shown?.page?.close?.();
@@ -66,18 +68,47 @@ function focusAnchor() {
   else scrollTo(0, 0);
 }
 
+/** Focus after a change of address: the same control if it is still there, else the row of the page that
+ * was left, else the heading, which screen readers then read. */
+function refocus(held, from) {
+  const row = [...main.querySelectorAll("[data-row]")].find((one) => one.dataset.row === from);
+  if (row) { row.focus({ preventScroll: true }); row.scrollIntoView({ block: "nearest" }); return; }
+  if (focusAgain(document, held)) return;
+  const heading = main.querySelector("h1");
+  heading?.setAttribute("tabindex", "-1");
+  heading?.focus({ preventScroll: true });
+}
+
+/** What is larger than its frame can be scrolled by keyboard. Formulas can be shown as source if there are any. */
+function reachable() {
+  for (const one of main.querySelectorAll(".scroll, .question, .thought, pre")) {
+    if (one.scrollWidth > one.clientWidth || one.scrollHeight > one.clientHeight) one.tabIndex = 0;
+    else if (one !== document.activeElement) one.removeAttribute("tabindex");
+  }
+  document.getElementById("tex").hidden = main.querySelector(".tex") === null;
+}
+let planned = 0;
+const plan = () => { cancelAnimationFrame(planned); planned = requestAnimationFrame(reachable); };
+new MutationObserver(plan).observe(main, { childList: true, subtree: true });
+addEventListener("resize", plan);
+
 function crumbs(items) {
   const nodes = [];
   for (const [label, href] of items) {
-    nodes.push(h("span.sep", null, "/"), href ? h("a", { href }, label) : h("span", { "aria-current": "page" }, label));
+    nodes.push(h("span.sep", { "aria-hidden": "true" }, "/"), href ? h("a", { href }, label) : h("span", { "aria-current": "page" }, label));
   }
   document.getElementById("crumbs").replaceChildren(...nodes);
 }
 
 /** Go to an address of this page; `replace` adds no entry to the history. */
 function go(href, { replace = false } = {}) {
-  if (replace) history.replaceState(null, "", href); else history.pushState(null, "", href);
-  return show();
+  const from = location.pathname, focus = focusedIn(document.body);
+  if (replace) history.replaceState(null, "", href);
+  else {
+    history.replaceState({ focus }, "");  // Back returns to the control that was used
+    history.pushState(null, "", href);
+  }
+  return show({ focus, from });
 }
 
 const context = {
@@ -88,7 +119,7 @@ const context = {
     for (const [k, v] of Object.entries(query)) {
       if (v === null || v === "" || v === undefined) url.searchParams.delete(k); else url.searchParams.set(k, v);
     }
-    history.replaceState(null, "", url);
+    history.replaceState(history.state, "", url);
   },
 };
 
@@ -101,7 +132,8 @@ document.addEventListener("click", (event) => {
   event.preventDefault();
   go(url.pathname + url.search + url.hash);
 });
-addEventListener("popstate", () => show());
+let here = location.pathname;
+addEventListener("popstate", (event) => show({ focus: event.state?.focus || null, from: here }));
 
 // ---------------------------------------------------------------------------- live
 
@@ -149,9 +181,16 @@ function switchTheme() {
   dispatchEvent(new Event("themechange"));
 }
 
+/** Formulas as MathML, or as the source that the model read or wrote. */
+function switchSource() {
+  const source = root.dataset.formulas !== "source";
+  root.dataset.formulas = source ? "source" : "";
+  document.getElementById("tex").setAttribute("aria-pressed", String(source));
+}
+
 const KEYS = [
   ["j  k", "next, previous row (or rollout)"], ["Enter", "open the row"], ["u", "one level up"],
-  ["[  ]", "previous, next step, group or rollout"], ["/", "search rollouts"], ["t", "switch between light and dark"],
+  ["[  ]", "previous, next step, group or rollout"], ["/", "search rollouts"], ["t", "switch between light and dark"], ["m", "show formulas as LaTeX source"],
   ["1 … 7", "colour tokens by mask, logprob, …"], ["?", "show this list"], ["Esc", "close"],
 ];
 
@@ -187,7 +226,7 @@ addEventListener("keydown", (event) => {
   if (typing) { if (event.key === "Escape") event.target.blur(); return; }
   const page = shown?.page;
   const actions = {
-    "?": help, "/": search, t: switchTheme,
+    "?": help, "/": search, t: switchTheme, m: switchSource,
     u: () => page?.up && go(page.up), "[": () => page?.previous && go(page.previous), "]": () => page?.following && go(page.following),
     j: () => moveRow(1) || (page?.following && go(page.following)), k: () => moveRow(-1) || (page?.previous && go(page.previous)),
     Escape: hideTip,
@@ -198,6 +237,7 @@ addEventListener("keydown", (event) => {
   if (action) { event.preventDefault(); action(); }
 });
 document.getElementById("theme").addEventListener("click", switchTheme);
+document.getElementById("tex").addEventListener("click", switchSource);
 document.getElementById("keys").addEventListener("click", help);
 document.getElementById("find").addEventListener("click", search);
 

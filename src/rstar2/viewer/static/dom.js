@@ -53,6 +53,40 @@ export function visible(text) {
   });
 }
 
+/** A control by what stays the same when its view is drawn again; null for anything else. */
+function signature(node) {
+  if (node.tagName === "SUMMARY") return `SUMMARY ${node.parentNode.id}`;
+  const named = ["id", "name", "data-row", "data-mode", "aria-label", "href"].find((name) => node.hasAttribute(name));
+  return named ? `${node.tagName} ${named}=${node.getAttribute(named)} ${node.type === "checkbox" ? node.value : ""}` : null;
+}
+
+/** The control inside `root` that has focus; see `focusAgain`. */
+export function focusedIn(root) {
+  const node = document.activeElement;
+  return node && node !== root && root.contains(node) ? { signature: signature(node), at: node.selectionStart ?? null } : null;
+}
+
+/** Focus the control that had it before the view was drawn again; false if it is not there any more. */
+export function focusAgain(root, held) {
+  if (!held?.signature) return false;
+  const tag = held.signature.split(" ", 1)[0];
+  const node = [...root.querySelectorAll(tag)].find((one) => signature(one) === held.signature);
+  if (!node) return false;
+  node.focus({ preventScroll: true });
+  if (held.at !== null && node.setSelectionRange) node.setSelectionRange(held.at, held.at);
+  return true;
+}
+
+/** Replace what a node holds: open details stay open, tables stay scrolled, and focus stays on its control. */
+export function redraw(node, children) {
+  const held = focusedIn(node), open = [...node.querySelectorAll("details[open]")].map((one) => one.id);
+  const scrolled = [...node.querySelectorAll(".scroll")].map((one) => one.scrollLeft);
+  node.replaceChildren(...children);
+  for (const one of node.querySelectorAll("details")) if (one.id && open.includes(one.id)) one.open = true;
+  node.querySelectorAll(".scroll").forEach((one, i) => { one.scrollLeft = scrolled[i] || 0; });
+  focusAgain(node, held);
+}
+
 /** Long text, cut until its button is clicked. */
 export function long(spec, text, most = 6000, render = (t) => [t]) {
   if (text.length <= most) return h(spec, null, render(text));

@@ -4,6 +4,7 @@ import { h } from "/static/dom.js";
 import { at, get } from "/static/api.js";
 import { number, percent, plural, whole, words } from "/static/format.js";
 import { crumbsOf, kept, outcome, turner, verdict } from "/static/parts.js";
+import { answer, rich } from "/static/math.js";
 import { diff } from "/static/diff.js";
 
 const LEFT = new Set(["why", "answer", "calls", "stopped"]);
@@ -23,8 +24,8 @@ export async function load({ run, id }, query, context) {
     await fillCompare(compare, run, id, [...chosen]);
   };
   const node = h("section", null,
-    h("div.headline", null, h("h1.question", null, data.problem.prompt), turner(previous, following, "group")),
-    h("p.lead", null, "expected answer ", h("code", null, data.problem.answer), data.problem.kind && ` · ${words(data.problem.kind)}`, ` · grader ${data.problem.grader}`, data.problem.source && ` · ${data.problem.source}`),
+    h("div.headline", null, h("h1.question", null, rich(data.problem.prompt, data.problem.prompt_math)), turner(previous, following, "group")),
+    h("p.lead", null, "expected answer ", answer(data.problem.answer, data.problem.answer_math), data.problem.kind && ` · ${words(data.problem.kind)}`, ` · grader ${data.problem.grader}`, data.problem.source && ` · ${data.problem.source}`),
     training && explain(data),
     Object.keys(data.lost).length > 0 && h("p.notice.warn", null, `Rollouts lost to infrastructure failures, not counted: ${Object.entries(data.lost).map(([n, c]) => `${n} ×${c}`).join(", ")}`),
     table(run, data, training, chosen, pick),
@@ -46,7 +47,7 @@ function explain(data) {
 
 function table(run, data, training, chosen, pick) {
   const shares = weights(data.rollouts), heaviest = Math.max(...data.rollouts.filter((r) => r.correct).map((r) => r.weight), 1e-9);
-  const heads = ["", "#", "verdict", ...(training ? ["chosen", "why"] : []), "answer", "calls", "stopped", "p_err", "p_format", ...(training ? ["weight"] : []), "tokens", "turns", "entropy"];
+  const heads = ["compare", "#", "verdict", ...(training ? ["chosen", "why"] : []), "answer", "calls", "stopped", "p_err", "p_format", ...(training ? ["weight"] : []), "tokens", "turns", "entropy"];
   return h("div.scroll", null, h("table.rollouts", null, h("thead", null, h("tr", null, heads.map((t) => h(LEFT.has(t) ? "th.left" : "th", null, t)))),
     h("tbody", null, data.rollouts.map((r, i) => {
       const name = r.id.slice(data.id.length + 1), href = at.rollout(run, r.id);
@@ -55,7 +56,7 @@ function table(run, data, training, chosen, pick) {
         h("td", null, h("input", { type: "checkbox", name: "diff", value: name, checked: chosen.has(name), "aria-label": `compare rollout ${name}`, onchange: (e) => pick(name, e.target.checked) })),
         h("th", null, h("a", { href }, name)), h("td", null, verdict(r.reward)),
         training && [h("td", null, kept(data.used ? r.chosen : null)), h("td.left.why", null, r.reason || data.why)],
-        h("td.left", null, h("code.answer", null, r.answer || "–")),
+        h("td.left", null, answer(r.answer || "–", r.answer_math)),
         h("td.left", null, h("span.outcomes", null, r.results.map(outcome))), h("td.left", null, words(r.stop)),
         h("td", null, number(r.p_err)), h("td", null, number(r.p_format)),
         training && h("td", null, data.used ? h("span.weight", { title: `${percent(shares[i])} of the weight of ${r.correct ? "correct" : "wrong"} rollouts` }, number(r.weight), r.correct && h("i", { style: { width: `${Math.round(44 * r.weight / heaviest)}px` } })) : "–"),

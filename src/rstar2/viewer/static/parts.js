@@ -41,8 +41,8 @@ export function bar(share, kind = "right") {
 /** Previous and next, with keys. */
 export function turner(previous, following, what) {
   return h("span.turner", null,
-    previous ? h("a.button", { href: previous, title: `previous ${what} ( [ )`, "aria-label": `previous ${what}` }, "‹") : h("span.button.off", null, "‹"),
-    following ? h("a.button", { href: following, title: `next ${what} ( ] )`, "aria-label": `next ${what}` }, "›") : h("span.button.off", null, "›"));
+    previous ? h("a.button", { href: previous, title: `previous ${what} ( [ )`, "aria-label": `previous ${what}` }, "‹") : h("span.button.off", { "aria-hidden": "true" }, "‹"),
+    following ? h("a.button", { href: following, title: `next ${what} ( ] )`, "aria-label": `next ${what}` }, "›") : h("span.button.off", { "aria-hidden": "true" }, "›"));
 }
 
 export const crumbsOf = (run, ...more) => [[run, at.run(run)], ...more];
@@ -52,6 +52,6 @@ export function facts(pairs) {
 }
 
 export function tabs(items, current) {
-  return h("div.tabs", { role: "tablist" }, items.map(([name, label, href]) =>
-    h(`a.tab${name === current ? ".on" : ""}`, { href, role: "tab", "aria-selected": name === current ? "true" : "false" }, label)));
+  return h("nav.tabs", { "aria-label": "views" }, items.map(([name, label, href]) =>
+    h(`a.tab${name === current ? ".on" : ""}`, { href, "aria-current": name === current ? "page" : null }, label)));
 }

@@ -3,6 +3,7 @@
 import { h } from "/static/dom.js";
 import { at, get } from "/static/api.js";
 import { number, plural, whole, words } from "/static/format.js";
+import { rich } from "/static/math.js";
 import { crumbsOf, kept, outcome, verdict } from "/static/parts.js";
 
 const FIELDS = ["text", "stage", "step", "kind", "reward", "kept", "stop", "outcome", "least", "most", "sort"];
@@ -54,6 +55,6 @@ function form(facets, asked, submit) {
 function row(run, r) {
   const href = at.rollout(run, r.id);
   return h("tr", { tabindex: "0", data: { row: href } },
-    h("th.clip", null, h("a", { href }, r.prompt || r.id)), h("td.left", null, /^(eval|filter)-/.test(r.stage) ? r.stage : `${r.stage} ${r.step}`), h("td", null, verdict(r.reward)),
+    h("th.clip", null, h("a", { href }, rich(r.prompt || r.id, r.prompt_math))), h("td.left", null, /^(eval|filter)-/.test(r.stage) ? r.stage : `${r.stage} ${r.step}`), h("td", null, verdict(r.reward)),
     h("td", null, /^(eval|filter)-/.test(r.stage) ? "" : kept(r.kept)), h("td.left", null, h("span.outcomes", null, r.outcomes.map(outcome))), h("td.left", null, words(r.stop)), h("td", null, whole(r.tokens)), h("td", null, r.turns), h("td", null, number(r.entropy)));
 }

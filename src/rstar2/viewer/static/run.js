@@ -1,6 +1,6 @@
 // One run: its results, its curves by stage, and links to its steps.
 
-import { h } from "/static/dom.js";
+import { h, redraw } from "/static/dom.js";
 import { at, get } from "/static/api.js";
 import { ago, number, percent, plural, seconds, whole, words } from "/static/format.js";
 import { figure } from "/static/chart.js";
@@ -13,10 +13,8 @@ export async function load({ run }, query, context) {
   return {
     title: run, node, crumbs: [["runs", "/?all"], [run, null]], up: "/?all", running: about.status === "running",
     async update() {
-      const open = new Set([...node.querySelectorAll("details[open]")].map((d) => d.id));
       const again = await load({ run }, query, context);
-      node.replaceChildren(...again.node.childNodes);
-      for (const id of open) document.getElementById(id)?.setAttribute("open", "");
+      redraw(node, [...again.node.childNodes]);
       this.running = again.running;
     },
   };
@@ -60,7 +58,7 @@ function tiles(about) {
   const ends = sampled.length ? sampled : about.evaluations;
   if (ends.length) {
     const [a, b] = [ends[0], ends.at(-1)], two = ends.length > 1;
-    out.push(tile("tool-error rate in correct rollouts", two ? percent(a.failing_calls_in_correct) : null, percent(b.failing_calls_in_correct), a.failing_calls_in_correct - b.failing_calls_in_correct, `${b.mode} evaluation`));
+    out.push(tile("tool-error rate in correct rollouts", two ? percent(a.failing_calls_in_correct) : null, percent(b.failing_calls_in_correct), drop(a.failing_calls_in_correct, b.failing_calls_in_correct), `${b.mode} evaluation`));
     out.push(tile("tokens per rollout", two ? whole(a.mean_length) : null, whole(b.mean_length), 0, "tool output included"));
   } else if (about.reward !== null) {
     out.push(tile("reward", null, percent(about.reward), 0, "mean of the last steps"));
@@ -69,6 +67,7 @@ function tiles(about) {
   return out.length ? h("div.tiles", null, out) : null;
 }
 
+const drop = (before, after) => before === null || after === null ? 0 : before - after;
 const tile = (name, before, after, gain, note) => h("div.tile", null, h("div.tile-name", null, name),
   h("div.tile-value", null, before !== null && [h("span.was", null, before), h("span.arrow", null, "→")], h(`span.is${gain > 0 ? ".better" : gain < 0 ? ".worse" : ""}`, null, after)), h("div.tile-note", null, note));
 
@@ -85,7 +84,7 @@ function stageTable(run, about) {
       h("td", null, made ? percent(made.failing_calls_in_correct) : ""), h("td", null, made ? whole(made.mean_length) : ""));
   });
   return h("div", null, h("h2", { id: "stages" }, "Stages"), h("div.scroll", null, h("table", null,
-    h("thead", null, h("tr", null, ["stage", "", "steps", "groups", "rollouts", "accuracy", "tool-error rate in correct rollouts", "mean length"].map((t) => h("th", null, t)))), h("tbody", null, rows))));
+    h("thead", null, h("tr", null, ["stage", "kind", "steps", "groups", "rollouts", "accuracy", "tool-error rate in correct rollouts", "mean length"].map((t) => h("th", null, t)))), h("tbody", null, rows))));
 }
 
 // ---------------------------------------------------------------------------- curves

@@ -1,6 +1,6 @@
 // All opened runs: their results, and their curves compared.
 
-import { h } from "/static/dom.js";
+import { h, redraw } from "/static/dom.js";
 import { at, get } from "/static/api.js";
 import { ago, number, percent, seconds, whole } from "/static/format.js";
 import { figure, spark } from "/static/chart.js";
@@ -23,7 +23,7 @@ export async function load(_, query, context) {
   const node = h("section", null, ...view(heads, curves));
   return {
     title: "runs", node, crumbs: [["runs", null]], running: heads.some((r) => r.status === "running"),
-    async update() { const again = await load(_, { all: "" }, context); node.replaceChildren(...again.node.childNodes); },
+    async update() { const again = await load(_, { all: "" }, context); redraw(node, [...again.node.childNodes]); },
   };
 }
 
@@ -31,7 +31,7 @@ function view(heads, curves) {
   return [
     h("h1", null, heads.length === 1 ? "One run" : `${heads.length} runs`),
     h("div.scroll", null, h("table.runs", null,
-      h("thead", null, h("tr", null, ["run", "", "recipe", "seed", "RL steps", "reward", "", "accuracy, first → last", "tool-error rate in correct rollouts", "mean length", "time", "last step"].map((t) => h(t === "recipe" ? "th.left" : "th", null, t)))),
+      h("thead", null, h("tr", null, ["run", "status", "recipe", "seed", "RL steps", "reward", "trend", "accuracy, first → last", "tool-error rate in correct rollouts", "mean length", "time", "last step"].map((t) => h(t === "recipe" ? "th.left" : "th", null, t)))),
       h("tbody", null, heads.map((r) => row(r, curves.get(r.name)))))),
     ...heads.filter((r) => r.trouble).map((r) => h("p.notice.bad", { role: "alert" }, h("b", null, r.name), `: ${r.trouble}`)),
     h("h2", null, "Comparison"),
@@ -47,7 +47,7 @@ function row(r, curve) {
   const href = at.run(r.name);
   return h("tr", { tabindex: "0", data: { row: href } },
     h("th", null, h("a", { href }, r.name)), h("td", null, status(r.status)),
-    h("td.left", null, r.recipe, r.variant && h("span.muted", null, ` · ${r.variant}`)), h("td", null, r.seed),
+    h("td.left.recipename", { title: r.recipe }, r.recipe, r.variant && h("span.muted", null, ` · ${r.variant}`)), h("td", null, r.seed),
     h("td", null, whole(r.rl_steps), h("span.muted", null, ` / ${whole(r.rl_steps_planned)}`)),
     h("td", null, percent(r.reward)), h("td", null, curve ? spark(line(r, curve, "reward", 0).y, percent) : ""),
     h("td", null, last ? [h("span.muted", null, `${percent(first.accuracy.mean)} → `), h("b", null, percent(last.accuracy.mean))] : "–"),

@@ -1,8 +1,9 @@
 // One step (or an evaluation): its groups, each with its rollouts as squares.
 
-import { h } from "/static/dom.js";
+import { h, redraw } from "/static/dom.js";
 import { at, get } from "/static/api.js";
 import { number, percent, plural, seconds, whole, words } from "/static/format.js";
+import { rich } from "/static/math.js";
 import { bar, crumbsOf, dots, legendOfDots, tabs, turner } from "/static/parts.js";
 
 const LABELS = { failing_calls_in_correct: "tool-error rate in correct rollouts", tool_errors: "tool-error rate" };
@@ -30,7 +31,7 @@ export async function load({ run, stage, step }, query, context) {
       const again = await load({ run, stage, step }, query, context);
       if (again.total === this.total && again.following === this.following) return;
       Object.assign(this, { total: again.total, previous: again.previous, following: again.following });
-      node.replaceChildren(...again.node.childNodes);
+      redraw(node, [...again.node.childNodes]);
     },
     total: data.total,
   };
@@ -46,13 +47,13 @@ function figures(metrics) {
   if (!known.length) return null;
   const all = Object.entries(metrics);
   return h("div", null, h("div.figures", null, known.map(([name, format]) => h("span.figure", null, h("b", null, format(metrics[name])), h("small", null, LABELS[name] || words(name))))),
-    h("details.small", null, h("summary.muted", null, `all ${all.length} metrics`), h("div.columns", null, all.map(([k, v]) => h("div.kv", null, h("span.muted", null, k), h("span", null, number(v)))))));
+    h("details.small", { id: "metrics" }, h("summary.muted", null, `all ${all.length} metrics`), h("div.columns", null, all.map(([k, v]) => h("div.kv", null, h("span.muted", null, k), h("span", null, number(v)))))));
 }
 
 function row(run, group, training) {
   const href = at.group(run, group.id);
   return h("li.grouprow", { tabindex: "0", data: { row: href } },
-    h("a.prompt", { href }, group.prompt || group.problem),
+    h("a.prompt", { href }, rich(group.prompt || group.problem, group.prompt_math)),
     h("span.tags", null, group.kind && h("span.badge.plain", null, words(group.kind)), training && !group.used && h("span.badge.none", null, group.why || "not used")),
     h("span.right", null, h("span.num", null, `${group.right}/${group.graded}`), bar(group.graded ? group.right / group.graded : 0)),
     dots(group.rollouts),

@@ -1,6 +1,6 @@
 // Token by token: coloured by mask, logprob, ratio, mismatch, entropy, weight version or class.
 
-import { h, hideTip, showTip, visible } from "/static/dom.js";
+import { h, hideTip, redraw, showTip, visible } from "/static/dom.js";
 import { at } from "/static/api.js";
 import { number, percent, words } from "/static/format.js";
 
@@ -24,12 +24,12 @@ export function tokenView(data, tokens, query, context) {
   const box = h("div.tokens", { role: "group", "aria-label": "tokens" });
   const legend = h("div.tokenlegend");
   const detail = h("div.tokendetail", { "aria-live": "polite" });
-  const buttons = h("div.modes", { role: "radiogroup", "aria-label": "colour by" });
+  const buttons = h("div.modes", { role: "group", "aria-label": "colour by" });
 
   const value = (i) => columns.get(mode)?.[i];
   const paint = () => {
-    buttons.replaceChildren(...MODES.map(([name, label, about], i) => h(`button.mode${name === mode ? ".on" : ""}`, {
-      type: "button", role: "radio", "aria-checked": name === mode ? "true" : "false", title: able.has(name) ? `${about} ( ${i + 1} )` : "not recorded for this rollout", disabled: !able.has(name),
+    redraw(buttons, MODES.map(([name, label, about], i) => h(`button.mode${name === mode ? ".on" : ""}`, {
+      type: "button", "aria-pressed": name === mode ? "true" : "false", title: able.has(name) ? `${about} ( ${i + 1} )` : "not recorded for this rollout", disabled: !able.has(name),
       data: { mode: name }, onclick: () => set(name) }, label)));
     box.dataset.mode = mode;
     box.replaceChildren(...spans());
