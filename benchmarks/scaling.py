@@ -26,6 +26,7 @@ from rstar2.agent.loop import AgentLoop, RolloutSpec
 from rstar2.agent.template import Template
 from rstar2.config import AgentConfig, SamplingConfig, SchedulerConfig, TemplateConfig
 from rstar2.engine.base import Engine, WeightTransfer, WeightUpdate
+from rstar2.engine.checksums import HeldWeights
 from rstar2.environments.python_math import PythonMath
 from rstar2.learner.tiny import make_tokenizer
 from rstar2.paper_format import REASON_OPEN, TOOL_NAME
@@ -90,6 +91,9 @@ class ScriptedEngine:
     async def update_weights(self, update: WeightUpdate) -> None: ...
 
     async def resume(self) -> None: ...
+
+    async def held_weights(self) -> HeldWeights:
+        return HeldWeights("float32", {})
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return [0.0] * (len(token_ids) - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -14,14 +15,17 @@ from transformers import AutoModelForCausalLM
 
 from rstar2.config import LossConfig, OptimizerConfig
 from rstar2.engine.base import WeightTransfer, WeightUpdate
+from rstar2.engine.checksums import HeldWeights
 from rstar2.engine.embedded import EmbeddedEngine
-from rstar2.errors import WeightUpdateError
+from rstar2.errors import DeadlineError, EngineError, WeightUpdateError
 from rstar2.learner.learner import Learner
-from rstar2.learner.weights import publish
+from rstar2.learner.weights import FIRST_TOLERANCE, probe_tolerance, publish
 from rstar2.types import Batch, EngineLoad, Sample, Sampling
 from tests.learner.learner_helpers import make_learner
 
 PROBE = tuple(range(1, 40))
+PUBLISHES = int(os.environ.get("RSTAR2_PUBLISHES", "8"))
+"""How often right weights are published in a row."""
 
 
 class FileEngine:
@@ -43,6 +47,10 @@ class FileEngine:
             self._learner = make_learner(update.path)
 
     async def resume(self) -> None: ...
+
+    async def held_weights(self) -> HeldWeights:
+        assert self._learner is not None
+        return HeldWeights("float32", self._learner.weight_sums("float32", exported=True))
 
     async def load(self) -> EngineLoad:
         return EngineLoad(0, 0, 0, 0, self.version)
@@ -72,7 +80,9 @@ async def test_publish_to_memory_and_files(
     learner, files = make_learner(model_dir, OptimizerConfig(lr=1e-2)), FileEngine()
     for version in (1, 2):
         train(learner, batch)
-        metrics = await publish(learner, [embedded, files], version, PROBE)  # type: ignore[list-item]
+        made = await publish(learner, [embedded, files], version, PROBE)  # type: ignore[list-item]
+        metrics = made.metrics
+        assert [engine.name for engine in made.proven] == ["embedded-0", "files"]
         assert metrics["weights/version"] == version
         assert metrics["weights/probe_gap"] < 1e-4
         assert (await embedded.load()).version == version
@@ -80,30 +90,131 @@ async def test_publish_to_memory_and_files(
     assert not files.path.exists(), "the directory of a finished update is removed"
 
 
-async def test_engine_that_keeps_old_weights_is_found_by_the_probe(
+async def test_engine_that_keeps_old_weights_is_found_by_its_checksums(
     model_dir: Path, batch: Batch
 ) -> None:
     learner, stale = make_learner(model_dir, OptimizerConfig(lr=1e-2)), FileEngine("old", True)
     await publish(learner, [stale], 1, PROBE)  # type: ignore[list-item]
     train(learner, batch)
-    with pytest.raises(WeightUpdateError, match=r"version 2: logprobs of the probe differ.*old by"):
+    with pytest.raises(WeightUpdateError, match=r"version 2: old holds other weights.*checksums"):
         await publish(learner, [stale], 2, PROBE)  # type: ignore[list-item]
 
 
-async def test_slow_and_wrong_engines_are_named(model_dir: Path) -> None:
+async def test_engine_that_computes_with_other_weights_is_found_by_the_probe(
+    model_dir: Path, batch: Batch
+) -> None:
+    class Packed(FileEngine):
+        """Holds the new tensors but computes with packed copies of the first ones."""
+
+        async def score(self, token_ids: Sequence[int]) -> list[float]:
+            return first
+
+    learner = make_learner(model_dir, OptimizerConfig(lr=1e-2))
+    first = learner.logprobs([PROBE])[0]
+    await publish(learner, [Packed("packed")], 1, PROBE)  # type: ignore[list-item]
+    train(learner, batch)
+    with pytest.raises(WeightUpdateError, match=r"version 2: logprobs of the probe.*packed"):
+        await publish(learner, [Packed("packed")], 2, PROBE)  # type: ignore[list-item]
+
+
+async def test_slow_dead_and_wrong_engines_are_named(model_dir: Path) -> None:
     class Slow(FileEngine):
         async def update_weights(self, update: WeightUpdate) -> None:
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
+
+    class Dead(FileEngine):
+        async def update_weights(self, update: WeightUpdate) -> None:
+            raise EngineError("dead: its worker has ended")
 
     class Behind(FileEngine):
         async def load(self) -> EngineLoad:
             return EngineLoad(0, 0, 0, 0, self.version - 1)
 
-    learner = make_learner(model_dir)
-    with pytest.raises(WeightUpdateError, match="slow did not take version 1"):
-        await publish(learner, [Slow("slow")], 1, PROBE, deadline_s=0.05)  # type: ignore[list-item]
+    learner, good = make_learner(model_dir), FileEngine("good")
+    engines = [good, Slow("slow"), Dead("dead")]
+    made = await publish(learner, engines, 1, PROBE, straggler_s=0.05)  # type: ignore[arg-type]
+    assert [engine.name for engine in made.proven] == ["good"]
+    assert {name: type(error) for name, error in made.lost.items()} == {
+        "slow": DeadlineError,
+        "dead": EngineError,
+    }
+    made = await publish(learner, [Slow("slow")], 1, PROBE, deadline_s=0.05)  # type: ignore[list-item]
+    assert not made.proven
+    assert "slow had not taken the weights" in str(made.lost["slow"])
     with pytest.raises(WeightUpdateError, match="behind serves version 0, not 1"):
         await publish(learner, [Behind("behind")], 1, PROBE)  # type: ignore[list-item]
+
+
+async def test_the_state_is_gathered_only_for_engines_that_take_it(model_dir: Path) -> None:
+    class Counting(Learner):
+        gathered = 0
+
+        def state(self) -> dict[str, torch.Tensor]:
+            self.gathered += 1
+            return super().state()
+
+    learner = make_learner(model_dir)
+    learner.__class__ = Counting
+    assert isinstance(learner, Counting)
+    made = await publish(learner, [FileEngine()], 1, PROBE)  # type: ignore[list-item]
+    assert learner.gathered == 1, "only the export itself gathers"
+    written = sum(value.nbytes for value in _once(learner.state()))
+    assert made.metrics["weights/megabytes"] == pytest.approx(written / 1e6)
+
+
+def _once(state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    return list({value.data_ptr(): value for value in state.values()}.values())
+
+
+class TestBfloat16:
+    """An engine in bfloat16: one optimizer step at lr 1e-6 is far below what the probe sees."""
+
+    @pytest.fixture
+    async def coarse(self, model_dir: Path) -> AsyncIterator[EmbeddedEngine]:
+        engine = EmbeddedEngine(
+            model_dir,
+            kv_tokens=1024,
+            max_sequences=4,
+            max_length=256,
+            process=False,
+            dtype="bfloat16",
+        )
+        await engine.start()
+        yield engine
+        await engine.close()
+
+    async def test_weights_of_one_small_step_earlier_are_refused(
+        self, model_dir: Path, batch: Batch, coarse: EmbeddedEngine
+    ) -> None:
+        learner = make_learner(model_dir, OptimizerConfig(lr=1e-6))
+        made = await publish(learner, [coarse], 1, PROBE, tolerance=FIRST_TOLERANCE)
+        right = made.metrics["weights/probe_gap"]
+        before = learner.state()
+        train(learner, batch)
+
+        class Earlier(Learner):
+            """Sends the weights of the step before; says the truth about its own."""
+
+            def state(self) -> dict[str, torch.Tensor]:
+                return before
+
+        learner.__class__ = Earlier
+        with pytest.raises(WeightUpdateError, match=r"embedded-0 holds other weights"):
+            await publish(learner, [coarse], 2, PROBE, tolerance=FIRST_TOLERANCE)
+        expected = learner.logprobs([PROBE])[0]
+        wrong = max(abs(a - b) for a, b in zip(await coarse.score(PROBE), expected, strict=True))
+        assert wrong < probe_tolerance("bfloat16", measured=right), "the probe alone accepts them"
+
+    async def test_right_weights_are_accepted_every_time(
+        self, model_dir: Path, batch: Batch, coarse: EmbeddedEngine
+    ) -> None:
+        learner = make_learner(model_dir, OptimizerConfig(lr=1e-3))
+        gap: float | None = None
+        for version in range(1, PUBLISHES + 1):
+            train(learner, batch)
+            allowed = probe_tolerance("bfloat16", measured=gap)
+            made = await publish(learner, [coarse], version, PROBE, tolerance=allowed)
+            gap = max(gap or 0.0, made.metrics["weights/probe_gap"])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from rstar2.engine.base import WeightTransfer, WeightUpdate
+from rstar2.engine.checksums import HeldWeights
 from rstar2.errors import EngineError
 from rstar2.types import EngineCapacity, EngineLoad, Finish, Generation, Sampling
 
@@ -86,6 +87,9 @@ class ScriptedEngine:
 
     async def update_weights(self, update: WeightUpdate) -> None:
         self.version = update.version
+
+    async def held_weights(self) -> HeldWeights:
+        return HeldWeights("float32", {})
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return [0.0] * (len(token_ids) - 1)

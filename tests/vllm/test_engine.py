@@ -141,8 +141,9 @@ async def test_new_weights_serve_once_they_are_verified(
 ) -> None:
     """In both directions: after an update the engine serves the new policy, token for token."""
     for version, path in ((1, other), (2, stage)):
-        metrics = await publish(learner_of(path), engines[:2], version, PROBE)
-        assert metrics["weights/probe_gap"] < 1e-4
+        made = await publish(learner_of(path), engines[:2], version, PROBE)
+        assert made.proven == tuple(engines[:2])
+        assert made.metrics["weights/probe_gap"] < 1e-4
         reference = Reference(path)
         for engine in engines[:2]:
             assert (await engine.load()).version == version
@@ -219,7 +220,7 @@ async def test_packed_linears_keep_old_weights_and_the_probe_detects_it(
         for a, b in zip(learner.logprobs([PROBE])[0], await packed.score(PROBE), strict=True)
     ]
     assert max(gap) > 0.05, "the two policies differ"
-    with pytest.raises(WeightUpdateError, match="packed by"):
+    with pytest.raises(WeightUpdateError, match=r"logprobs of the probe differ.*packed"):
         await publish(learner, [packed], 1, PROBE)
     waiting = asyncio.ensure_future(
         packed.generate(PROMPTS[0], Sampling(4), session="g/0", deadline_s=2.0)

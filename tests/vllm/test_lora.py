@@ -58,16 +58,16 @@ async def test_an_adapter_is_loaded_proven_and_replaced(model: Path, engine: Vll
     assert engine.weight_transfer == "adapter"
     learner = learner_of(model)
     before = learner.logprobs([PROBE])[0]
-    moved = await rehearse(
+    rehearsed = await rehearse(
         learner, [engine], PROBE, tolerance=TOLERANCE, in_thread=asyncio.to_thread
     )
-    assert moved >= 4 * TOLERANCE
+    assert rehearsed.metrics["weights/rehearsal_gap"] >= 4 * TOLERANCE
     for version in (1, 2):
         for _ in range(3):
             learner.sft_step(ROWS)
         now = learner.logprobs([PROBE])[0]
         assert max(abs(a - b) for a, b in zip(before, now, strict=True)) > 10 * TOLERANCE
-        metrics = await publish(learner, [engine], version, PROBE)
+        metrics = (await publish(learner, [engine], version, PROBE)).metrics
         print({name: value for name, value in metrics.items() if "probe" in name or "mega" in name})
         before = now
     made = await engine.generate(PROBE, Sampling(8, seed=1), session="s", deadline_s=120)

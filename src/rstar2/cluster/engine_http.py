@@ -1,6 +1,6 @@
 """`base.Engine` over HTTP: the server application and its client.
 
-    POST /generate /score /release /resume /weights   GET /load /capacity
+    POST /generate /score /release /resume /weights   GET /held /load /capacity
 
 Bodies are msgpack; token ids are int32 bytes. Weights are not sent over HTTP: `/weights` names a
 directory that both sides can read. Every request carries a bearer token. A client that disconnects
@@ -24,6 +24,7 @@ from starlette.routing import Route
 
 from rstar2.engine import wire
 from rstar2.engine.base import Engine, WeightUpdate
+from rstar2.engine.checksums import HeldWeights
 from rstar2.engine.http import connections
 from rstar2.errors import DeadlineError, EngineError, InfrastructureError, UserError
 from rstar2.types import EngineCapacity, EngineLoad, Generation, Sampling
@@ -85,6 +86,7 @@ class EngineApp(Starlette):
                 self._route("POST", "/release", self._release),
                 self._route("POST", "/resume", self._resume),
                 self._route("POST", "/weights", self._weights),
+                self._route("GET", "/held", self._held),
                 self._route("GET", "/load", self._load),
                 self._route("GET", "/capacity", self._capacity),
             ]
@@ -129,6 +131,9 @@ class EngineApp(Starlette):
         new = _decode(body, type=TakeWeights)
         update = WeightUpdate(new.version, path=Path(new.path), hold=new.hold)
         await self._engine.update_weights(update)
+
+    async def _held(self, _: bytes) -> HeldWeights:
+        return await self._engine.held_weights()
 
     async def _load(self, _: bytes) -> EngineLoad:
         return await self._engine.load()
@@ -187,6 +192,9 @@ class EngineClient:
     async def score(self, token_ids: Sequence[int], deadline_s: float) -> list[float]:
         body = await self._ask("POST", "/score", wire.pack_ids(token_ids), deadline_s)
         return _decode(body, type=list[float])
+
+    async def held_weights(self) -> HeldWeights:
+        return _decode(await self._ask("GET", "/held"), type=HeldWeights)
 
     async def load(self) -> EngineLoad:
         return _decode(await self._ask("GET", "/load"), type=EngineLoad)

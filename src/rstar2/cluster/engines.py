@@ -21,6 +21,7 @@ from rstar2.cluster.nodes import NodeError
 from rstar2.cluster.placement import Ledger, Need
 from rstar2.config import Recipe
 from rstar2.engine.base import WeightTransfer, WeightUpdate
+from rstar2.engine.checksums import HeldWeights
 from rstar2.errors import DeadlineError, EngineError, UserError
 from rstar2.types import EngineCapacity, EngineLoad, Generation, Sampling
 
@@ -149,6 +150,10 @@ class RemoteEngine:
     async def load(self) -> EngineLoad:
         """Current load of the engine."""
         return await self._alive().load()
+
+    async def held_weights(self) -> HeldWeights:
+        """Checksums of the weights on the engine's node."""
+        return await self._alive().held_weights()
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprob of each token after the first, under the current weights."""

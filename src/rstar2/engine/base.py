@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from rstar2.engine.checksums import HeldWeights
 from rstar2.types import EngineCapacity, EngineLoad, Generation, Sampling, WeightVersion
 
 if TYPE_CHECKING:
@@ -77,6 +78,10 @@ class Engine(Generator, Protocol):
 
     async def resume(self) -> None:
         """Let running requests continue after an update with `hold`."""
+        ...
+
+    async def held_weights(self) -> HeldWeights:
+        """Checksums of the weights that it computes with, read from its own tensors."""
         ...
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from rstar2.engine.checksums import HeldWeights, bit_sums
 from rstar2.engine.slabs import Slab
 from rstar2.errors import UserError
 from rstar2.model_config import (
@@ -54,6 +55,23 @@ class LayerWeights:
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor
     down_bias: torch.Tensor | None
+
+
+LAYER_NAMES = {
+    "input_norm": "input_layernorm.weight",
+    "qkv": "self_attn.qkv_proj.weight",
+    "qkv_bias": "self_attn.qkv_proj.bias",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "out": "self_attn.o_proj.weight",
+    "out_bias": "self_attn.o_proj.bias",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "gate_up": "mlp.gate_up_proj.weight",
+    "gate_up_bias": "mlp.gate_up_proj.bias",
+    "down": "mlp.down_proj.weight",
+    "down_bias": "mlp.down_proj.bias",
+}
+"""Names of the fields of LayerWeights in checksums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +195,17 @@ class Decoder:
         if take.unused - {"lm_head.weight"}:
             raise UserError(f"weights: unknown tensors {sorted(take.unused)[:3]}")
         self.embedding, self.norm, self.head, self.layers = embedding, norm, head, layers
+
+    def held_weights(self) -> HeldWeights:
+        """Checksums of the installed tensors under the names of their fused parts."""
+        tensors = [("model.embed_tokens.weight", self.embedding), ("model.norm.weight", self.norm)]
+        if self.head is not self.embedding:
+            tensors.append(("lm_head.weight", self.head))
+        for index, layer in enumerate(self.layers):
+            for field, name in LAYER_NAMES.items():
+                if (tensor := getattr(layer, field)) is not None:
+                    tensors.append((f"model.layers.{index}.{name}", tensor))
+        return HeldWeights(str(self.dtype).removeprefix("torch."), bit_sums(tensors))
 
     def _layer(self, take: _StateReader, at: str) -> LayerWeights:
         shape = self.shape

@@ -37,6 +37,7 @@ import msgspec
 from rstar2.child import Child
 from rstar2.engine import wire
 from rstar2.engine.base import WeightTransfer, WeightUpdate
+from rstar2.engine.checksums import HeldWeights
 from rstar2.engine.worker import EngineWorker, WorkerSettings
 from rstar2.errors import DeadlineError, EngineError, UserError
 from rstar2.types import EngineCapacity, EngineLoad, Generation, Sampling
@@ -68,6 +69,7 @@ class EmbeddedEngine:
         version: int = 0,
         threads: int = 1,
         process: bool = True,
+        dtype: str | None = None,
     ) -> None:
         self.name = name
         self._settings = WorkerSettings(
@@ -77,6 +79,7 @@ class EmbeddedEngine:
             max_length=max_length,
             version=version,
             threads=threads,
+            dtype=dtype,
         )
         self._process = process
         self._ids = itertools.count(1)
@@ -157,7 +160,7 @@ class EmbeddedEngine:
                 case wire.RequestFailed(id, text, user):
                     kind = UserError if user else EngineError
                     self._reject(id, kind(f"{self.name}: {text}"))
-                case wire.Load() | wire.Scored() | wire.Updated():
+                case wire.Load() | wire.Scored() | wire.Held() | wire.Updated():
                     self._resolve(message.id, message)
         self._fail_pending(EngineError(f"{self.name}: {await link.post_mortem()}"))
 
@@ -267,6 +270,12 @@ class EmbeddedEngine:
         message = wire.AskScore(next(self._ids), wire.pack_ids(token_ids))
         reply: wire.Scored = await self._call(message, CONTROL_DEADLINE_S, "score")
         return reply.logprobs
+
+    async def held_weights(self) -> HeldWeights:
+        """Checksums of the tensors that the worker computes with."""
+        message = wire.AskHeld(next(self._ids))
+        reply: wire.Held = await self._call(message, CONTROL_DEADLINE_S, "checksums")
+        return HeldWeights(reply.dtype, reply.sums)
 
     async def update_weights(self, update: WeightUpdate) -> None:
         """Install new weights between two steps; raises UserError if they do not fit the model."""

@@ -27,6 +27,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rstar2.engine.base import WeightTransfer, WeightUpdate
+from rstar2.engine.checksums import HeldWeights
 from rstar2.engine.vllm_client import VllmClient
 from rstar2.engine.vllm_server import ServerSettings, VllmServer
 from rstar2.errors import DeadlineError, EngineError, UserError
@@ -214,6 +215,10 @@ class VllmEngine:
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprob of each token after the first, at temperature 1, under the current weights."""
         return await self.client.score(token_ids, deadline_s=CONTROL_DEADLINE_S)
+
+    async def held_weights(self) -> HeldWeights:
+        """Checksums of the weights in the server's workers."""
+        return await self.client.held_weights(CONTROL_DEADLINE_S)
 
     # ------------------------------------------------------------------ capacity and load
 

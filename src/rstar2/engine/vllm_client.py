@@ -17,7 +17,10 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
+from rstar2.engine.checksums import HeldWeights
 from rstar2.engine.http import connections
+from rstar2.engine.vllm_plugin import HELD_WEIGHTS
+from rstar2.engine.vllm_weights import all_workers
 from rstar2.errors import DeadlineError, EngineError, UserError
 from rstar2.types import Finish, Generation, Sampling, VersionSpan
 
@@ -76,6 +79,10 @@ class _WeightInfo(msgspec.Struct):
 
 class _Success(msgspec.Struct):
     success: bool
+
+
+class _Workers(msgspec.Struct):
+    results: list[dict[str, Any]]
 
 
 class _Paused(msgspec.Struct):
@@ -289,6 +296,17 @@ class VllmClient:
         body = {"lora_name": ADAPTER, "lora_path": str(path), "load_inplace": True}
         await self._ask("POST", "/v1/load_lora_adapter", deadline_s, body)
         self.adapter = ADAPTER
+
+    async def held_weights(self, deadline_s: float) -> HeldWeights:
+        """Checksums of the weights in the server's workers; needs our plugin in the server."""
+        try:
+            data = await self._ask("POST", "/collective_rpc", deadline_s, {"method": HELD_WEIGHTS})
+        except EngineError as error:
+            raise EngineError(
+                f"{self.name}: its weights cannot be checked; start servers of engine.urls with "
+                f"RSTAR2_ENGINE=1 and rstar2 installed: {error}"
+            ) from error
+        return all_workers(self._read(data, _Workers).results)
 
     async def forget(self, deadline_s: float) -> None:
         """Drop all KV; running requests recompute theirs."""

@@ -53,6 +53,10 @@ class AskScore(WorkerMessage, frozen=True):
     tokens: bytes
 
 
+class AskHeld(WorkerMessage, frozen=True):
+    id: int
+
+
 class Update(WorkerMessage, frozen=True):
     """New weights: a safetensors directory, or (path None) a safetensors file in the mailbox."""
 
@@ -112,6 +116,12 @@ class Scored(WorkerMessage, frozen=True):
     logprobs: list[float]
 
 
+class Held(WorkerMessage, frozen=True):
+    id: int
+    dtype: str
+    sums: dict[str, int]
+
+
 class Updated(WorkerMessage, frozen=True):
     id: int
 
@@ -124,8 +134,10 @@ class RequestFailed(WorkerMessage, frozen=True):
     user: bool
 
 
-ToWorker = Submit | Cancel | Release | AskLoad | AskScore | Update | Resume | StopWorker
-FromWorker = WorkerReady | GenerationsEnded | Tokens | Load | Scored | Updated | RequestFailed
+ToWorker = Submit | Cancel | Release | AskLoad | AskScore | AskHeld | Update | Resume | StopWorker
+FromWorker = (
+    WorkerReady | GenerationsEnded | Tokens | Load | Scored | Held | Updated | RequestFailed
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

@@ -43,6 +43,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     max_length: int
     version: int
     threads: int
+    dtype: str | None = None
+    """Number format; None: that of the model on a GPU, float32 on a CPU."""
 
 
 def build(settings: WorkerSettings) -> Batcher:
@@ -56,7 +58,8 @@ def build(settings: WorkerSettings) -> Batcher:
     config = read_decoder_config(path)
     cuda = torch.cuda.is_available()
     # Half precision is several times slower than float32 on CPUs without matrix units for it.
-    dtype = getattr(torch, config.dtype or "float32") if cuda else torch.float32
+    usual = (config.dtype or "float32") if cuda else "float32"
+    dtype = getattr(torch, settings.dtype or usual)
     decoder = Decoder(
         config,
         read_weights(path),
@@ -145,6 +148,9 @@ class EngineWorker:
                 case wire.AskScore(id, tokens):
                     ids = wire.unpack_ids(tokens).astype(np.int64)
                     self._send(wire.Scored(id, batcher.score(ids)))
+                case wire.AskHeld(id):
+                    held = batcher.decoder.held_weights()
+                    self._send(wire.Held(id, held.dtype, held.sums))
                 case wire.Update(id, version, path, hold):
                     batcher.install(self._weights(path), version)
                     self._held = hold

@@ -132,6 +132,15 @@ class LearnerGroup:
         state: dict[str, Tensor] = self._call("state")
         return state
 
+    def weight_sums(self, dtype: str, exported: bool) -> dict[str, int]:
+        """Checksums of all weights in an engine's number format, without gathering them."""
+        sums: dict[str, int] = self._call("weight_sums", dtype, exported)
+        return sums
+
+    def export_bytes(self) -> int:
+        """Size of the weights of an export."""
+        return int(self._call("export_bytes"))
+
     def reset_optimizer(
         self, config: OptimizerConfig | None = None, total_steps: int | None = None
     ) -> None:

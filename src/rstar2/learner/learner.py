@@ -29,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rstar2.config import LearnerConfig, LossConfig, OptimizerConfig
+from rstar2.engine.checksums import bit_sums
 from rstar2.errors import CheckpointError, InvariantError, RecipeError
 from rstar2.grpo.batch import split_minibatches
 from rstar2.grpo.loss import Stats, TokenBatch, grpo_loss
@@ -339,6 +340,22 @@ class Learner:
         state = {name: _whole(value) for name, value in self._named().items()}
         if self.rank == 0:
             lora.export(state, self.config.lora, self.model_dir, Path(path))
+
+    @torch.no_grad()
+    def weight_sums(self, dtype: str, exported: bool) -> dict[str, int]:
+        """Checksums of all weights in an engine's number format.
+
+        `exported`: the engine reads an export, whose weights have the learner's own format. The
+        ranks add up their shards; only merged adapters must be gathered for it.
+        """
+        casts = (*((self.dtype,) if exported else ()), getattr(torch, dtype))
+        if self.config.lora is None:
+            return weights.shard_sums(self._named(), casts)
+        return bit_sums(weights.untied(self.state()).items(), casts)
+
+    def export_bytes(self) -> int:
+        """Size of the weights of an export, nearly: those of an adapter are counted too."""
+        return sum(p.numel() for p in self.policy.model.parameters()) * self.dtype.itemsize
 
     def parameter_shapes(self) -> dict[str, list[int]]:
         """Shapes by parameter name: they identify the model."""

@@ -11,7 +11,7 @@ adapter could not see that it was lost. A planted adapter with a large effect ca
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -169,6 +169,15 @@ class PlantedSource:
         state: dict[str, Tensor] = self._learner.with_planted(self.scale, "state")
         return state
 
+    def weight_sums(self, dtype: str, exported: bool) -> dict[str, int]:
+        sums: dict[str, int] = self._learner.with_planted(
+            self.scale, "weight_sums", dtype, exported
+        )
+        return sums
+
+    def export_bytes(self) -> int:
+        return self._learner.export_bytes()
+
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         values: list[list[float]] = self._learner.with_planted(self.scale, "logprobs", token_ids)
         return values
@@ -208,14 +217,14 @@ async def rehearse(
     tolerance: float,
     in_thread: weights.InThread,
     **options: Any,
-) -> float:
-    """Publish a planted adapter and prove that every engine applies it; how far it moves the probe.
+) -> weights.Publication:
+    """Publish a planted adapter and prove that the engines apply it; how far it moves the probe.
 
     The caller publishes the real weights next: until then the engines must not serve.
     """
     source, gap = await in_thread(plant, learner, probe_ids, tolerance)
     try:
-        await weights.publish(
+        made = await weights.publish(
             source,
             engines,
             REHEARSAL,
@@ -229,4 +238,4 @@ async def rehearse(
             f"an engine does not apply LoRA adapters: a planted one moves the learner's logprobs "
             f"by {gap:.3g}, but {error}"
         ) from error
-    return gap
+    return replace(made, metrics={"weights/rehearsal_gap": gap})

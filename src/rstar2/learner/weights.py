@@ -1,9 +1,15 @@
-"""Publishing weights: to engines (each proven by a probe) and to disk, as a model directory.
+"""Publishing weights: to engines, each proven, and to disk as a model directory.
 
-Invariant 7: after an update no engine serves before its logprobs of a probe match the learner's.
-`publish` returns only when every engine has the new version and agrees; otherwise it raises
-WeightUpdateError, which names the engines and by how much they differ. Running requests
-are held from the update to the proof, so no token is sampled under weights that were not proven.
+Invariant 7: after an update no engine serves before two proofs.
+- Its checksums: it holds the learner's weights, to the last bit of every tensor, in its own number
+  format (`engine.checksums`). Weights of one optimizer step earlier are refused, in bfloat16 too.
+- The probe: its logprobs of a fixed text match the learner's within a tolerance. So an engine that
+  holds the right tensors but computes with others is refused.
+
+`publish` returns the engines that were proven, and those that died or did not answer in time: the
+caller continues with the former. Wrong weights raise WeightUpdateError, which names the engines
+and how they differ. Running requests are held from the update to the proof, so no token is
+sampled under weights that were not proven.
 """
 
 from __future__ import annotations
@@ -13,16 +19,20 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rstar2.engine.base import Engine, WeightUpdate
-from rstar2.errors import WeightUpdateError
+from rstar2.engine.checksums import add, bit_sum, differing, fused_name
+from rstar2.errors import DeadlineError, EngineError, InfrastructureError, WeightUpdateError
 from rstar2.files import replacing_directory
 from rstar2.types import WeightVersion
 
@@ -37,21 +47,53 @@ R = TypeVar("R")
 PROBE_TOLERANCE = 1e-3
 """Largest difference of a probe token's logprob, float32 on both sides."""
 COARSE_TOLERANCE = 0.3
-"""The same for a bfloat16 engine: an estimate, not measured."""
+"""The same with bfloat16 on either side, unless a larger one was measured."""
+FIRST_TOLERANCE = 1.0
+"""The same before anything was measured; the checksums already prove the weights."""
+GAP_FACTOR = 4.0
+"""With bfloat16 the difference may be this times the largest one that was measured."""
+
+STRAGGLER_FACTOR = 3.0
+"""Once half of the engines are proven, the others have this times as long in total ..."""
+STRAGGLER_S = 60.0
+"""... and at least this much longer."""
+
+SHOWN_TENSORS = 3
 
 FAST_DIRECTORY = Path("/dev/shm")
 """Where weight files go if they fit; else the usual temporary directory."""
 
 
-def probe_tolerance(dtype: str) -> float:
-    """Largest allowed logprob difference of an engine of this number format."""
-    return PROBE_TOLERANCE if dtype == "float32" else COARSE_TOLERANCE
+def probe_tolerance(*dtypes: str, measured: float | None = None) -> float:
+    """Largest allowed logprob difference between number formats.
+
+    `measured` is the largest difference of engines whose checksums were right, None at the start.
+    """
+    if all(dtype == "float32" for dtype in dtypes):
+        return PROBE_TOLERANCE
+    if measured is None:
+        return FIRST_TOLERANCE
+    return max(COARSE_TOLERANCE, GAP_FACTOR * measured)
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """What became of a weight update."""
+
+    metrics: dict[str, float]
+    proven: tuple[Engine, ...]
+    lost: Mapping[str, InfrastructureError]
+    """Engines that died or did not answer in time, by name."""
 
 
 class WeightSource(Protocol):
     """What publishing needs of a learner (one rank or a group of ranks)."""
 
     def state(self) -> dict[str, Tensor]: ...
+
+    def weight_sums(self, dtype: str, exported: bool) -> dict[str, int]: ...
+
+    def export_bytes(self) -> int: ...
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]: ...
 
@@ -79,9 +121,10 @@ async def publish(
     shared: Path | None = None,
     tolerance: float = PROBE_TOLERANCE,
     deadline_s: float = 600.0,
+    straggler_s: float = STRAGGLER_S,
     in_thread: InThread = asyncio.to_thread,
-) -> dict[str, float]:
-    """Give all engines the learner's weights as `version` and prove each; returns metrics.
+) -> Publication:
+    """Give engines the learner's weights as `version` and prove each.
 
     Engines with `weight_transfer = "files"` get a safetensors directory, all others the tensors.
     `shared` is a directory that engines on other machines can read; without it all engines are on
@@ -92,80 +135,137 @@ async def publish(
     by_adapter = [e for e in engines if e.weight_transfer == "adapter"]
     by_memory = [e for e in engines if e.weight_transfer == "memory"]
     expected = (await in_thread(learner.logprobs, [list(probe_ids)]))[0]
+    proof = _Proof(learner, probe_ids, expected, tolerance, in_thread)
+    outcomes: dict[str, float | InfrastructureError] = {}
 
     async def send(update: WeightUpdate, targets: Sequence[Engine]) -> None:
-        await asyncio.gather(*(_update(e, update, deadline_s) for e in targets))
+        tasks = {e.name: asyncio.ensure_future(proof.install(e, update)) for e in targets}
+        outcomes.update(await _outcomes(tasks, deadline_s, straggler_s))
 
     size = 0
-    if by_memory or (by_files and shared is None):
+    if by_memory:
         state = await in_thread(learner.state)
         size = sum({value.data_ptr(): value.nbytes for value in state.values()}.values())
         await send(WeightUpdate(version, state=state, hold=True), by_memory)
     if by_files:
+        size = await in_thread(learner.export_bytes)
         with _directory_for(size, shared) as directory:
             await in_thread(learner.export, directory / "model")
-            size = sum(file.stat().st_size for file in directory.rglob("*.safetensors"))
             await send(WeightUpdate(version, path=directory / "model", hold=True), by_files)
     if by_adapter:
         with _directory_for(size, shared) as directory:
             await in_thread(learner.export_adapter, directory / "adapter")
             size += sum(file.stat().st_size for file in directory.rglob("*.safetensors"))
             await send(WeightUpdate(version, path=directory / "adapter", hold=True), by_adapter)
-    gaps = await asyncio.gather(
-        *(_prove(e, version, probe_ids, expected, deadline_s) for e in engines)
-    )
-    wrong = [
-        f"{e.name} by {gap:.3g}"
-        for e, gap in zip(engines, gaps, strict=True)
-        if not gap <= tolerance
-    ]
+    wrong = [str(o) for o in outcomes.values() if isinstance(o, WeightUpdateError)]
     if wrong:
-        raise WeightUpdateError(
-            f"version {version}: logprobs of the probe differ from the learner's beyond "
-            f"{tolerance:g}: {', '.join(wrong)}"
-        )
-    await asyncio.gather(*(e.resume() for e in engines))
-    return {
-        "weights/version": float(version),
-        "weights/megabytes": size / 1e6,
-        "weights/probe_gap": max(gaps, default=0.0),
-        "time/weights": time.monotonic() - started,
-    }
+        raise WeightUpdateError(f"version {version}: {'; '.join(wrong)}")
+    gaps = [o for o in outcomes.values() if isinstance(o, float)]
+    return Publication(
+        {
+            "weights/version": float(version),
+            "weights/megabytes": size / 1e6,
+            "weights/probe_gap": max(gaps, default=0.0),
+            "time/weights": time.monotonic() - started,
+        },
+        tuple(e for e in engines if isinstance(outcomes[e.name], float)),
+        {name: o for name, o in outcomes.items() if isinstance(o, InfrastructureError)},
+    )
 
 
-async def _update(engine: Engine, update: WeightUpdate, deadline_s: float) -> None:
+async def _outcomes(
+    tasks: Mapping[str, asyncio.Task[float]], deadline_s: float, straggler_s: float
+) -> dict[str, float | InfrastructureError]:
+    """What each engine's update came to; one that is much slower than half of them is given up."""
+    started = time.monotonic()
+    ends: float = started + deadline_s
+    pending = set(tasks.values())
     try:
-        async with asyncio.timeout(deadline_s):
-            await engine.update_weights(update)
-    except TimeoutError as error:
-        raise WeightUpdateError(
-            f"{engine.name} did not take version {update.version} within {deadline_s:g} s"
-        ) from error
+        while pending and (left := ends - time.monotonic()) > 0:
+            _, pending = await asyncio.wait(
+                pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
+            )
+            now = time.monotonic()
+            if 2 * (len(tasks) - len(pending)) >= len(tasks):
+                fair = max(STRAGGLER_FACTOR * (now - started), now - started + straggler_s)
+                ends = min(ends, started + fair)
+    finally:
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+    waited = time.monotonic() - started
+    outcomes: dict[str, float | InfrastructureError] = {}
+    for name, task in tasks.items():
+        error = DeadlineError(f"{name} had not taken the weights after {waited:.0f} s")
+        failure = error if task.cancelled() else task.exception()
+        if failure is None:
+            outcomes[name] = task.result()
+        elif isinstance(failure, EngineError | DeadlineError | WeightUpdateError):
+            outcomes[name] = failure
+        else:
+            raise failure
+    return outcomes
 
 
-async def _prove(
-    engine: Engine,
-    version: WeightVersion,
-    probe_ids: Sequence[int],
-    expected: Sequence[float],
-    deadline_s: float,
-) -> float:
-    """Largest difference between an engine's logprobs of the probe and the learner's."""
-    try:
-        async with asyncio.timeout(deadline_s):
-            load = await engine.load()
-            scores = await engine.score(probe_ids)
-    except TimeoutError as error:
-        raise WeightUpdateError(
-            f"{engine.name} did not answer the probe within {deadline_s:g} s"
-        ) from error
-    if load.version != version:
-        raise WeightUpdateError(f"{engine.name} serves version {load.version}, not {version}")
-    if len(scores) != len(expected):
-        raise WeightUpdateError(
-            f"{engine.name} scored {len(scores)} tokens of the probe, not {len(expected)}"
-        )
-    return max((abs(a - b) for a, b in zip(scores, expected, strict=True)), default=0.0)
+class _Proof:
+    """What the learner says of its weights, for the proof of every engine."""
+
+    def __init__(
+        self,
+        learner: WeightSource,
+        probe_ids: Sequence[int],
+        expected: Sequence[float],
+        tolerance: float,
+        in_thread: InThread,
+    ) -> None:
+        self._learner, self._in_thread = learner, in_thread
+        self._probe_ids, self._expected, self._tolerance = probe_ids, expected, tolerance
+        self._sums: dict[tuple[str, bool], dict[str, int]] = {}
+        self._summing = asyncio.Lock()
+
+    async def install(self, engine: Engine, update: WeightUpdate) -> float:
+        """Update an engine, prove it and let it continue; the gap of its probe."""
+        await engine.update_weights(update)
+        load = await engine.load()
+        if load.version != update.version:
+            raise WeightUpdateError(
+                f"{engine.name} serves version {load.version}, not {update.version}"
+            )
+        if engine.weight_transfer != "adapter":  # its own weights never change: see `lora.rehearse`
+            await self._check_sums(engine, exported=update.path is not None)
+        gap = await self._probe(engine)
+        await engine.resume()
+        return gap
+
+    async def _check_sums(self, engine: Engine, *, exported: bool) -> None:
+        held = await engine.held_weights()
+        key = held.dtype, exported
+        async with self._summing:
+            if key not in self._sums:
+                self._sums[key] = await self._in_thread(self._learner.weight_sums, *key)
+        wrong = differing(self._sums[key], held.sums)
+        if wrong:
+            shown = ", ".join(wrong[:SHOWN_TENSORS]) + (", ..." if wrong[SHOWN_TENSORS:] else "")
+            raise WeightUpdateError(
+                f"{engine.name} holds other weights than the learner: the checksums of "
+                f"{len(wrong)} of {len(held.sums)} tensors differ ({shown})"
+            )
+
+    async def _probe(self, engine: Engine) -> float:
+        """Largest difference between an engine's logprobs of the probe and the learner's."""
+        scores = await engine.score(self._probe_ids)
+        if len(scores) != len(self._expected):
+            raise WeightUpdateError(
+                f"{engine.name} scored {len(scores)} tokens of the probe, not {len(self._expected)}"
+            )
+        pairs = zip(scores, self._expected, strict=True)
+        gap = max((abs(a - b) for a, b in pairs), default=0.0)
+        if not gap <= self._tolerance:
+            raise WeightUpdateError(
+                f"logprobs of the probe differ from the learner's by {gap:.3g}, beyond "
+                f"{self._tolerance:g}: {engine.name}"
+            )
+        return gap
 
 
 @contextmanager
@@ -196,7 +296,7 @@ def export(
     config = type(model.config).from_dict(model.config.to_dict())
     config.dtype = dtype
     with replacing_directory(path) as temporary:
-        narrow = {name: value.to(dtype) for name, value in _untied(state).items()}
+        narrow = {name: value.to(dtype) for name, value in untied(state).items()}
         save_torch_state_dict(narrow, temporary, max_shard_size="5GB", metadata={"format": "pt"})
         config.save_pretrained(temporary)
         if model.can_generate():
@@ -226,7 +326,25 @@ def _share(directory: Path) -> None:
         file.chmod(mode & 0o777)
 
 
-def _untied(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def shard_sums(named: Mapping[str, Tensor], casts: Sequence[torch.dtype]) -> dict[str, int]:
+    """Checksums of parameters after casts; the ranks add up those of their shards."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    sums = [
+        bit_sum(value.to_local(), casts)
+        if isinstance(value, DTensor)
+        else bit_sum(value, casts) * (rank == 0)
+        for value in named.values()
+    ]
+    total = torch.stack(sums)
+    if dist.is_initialized():
+        dist.all_reduce(total, dist.ReduceOp.SUM)
+    fused: dict[str, int] = {}
+    for name, value in zip(named, total.tolist(), strict=True):
+        add(fused, fused_name(name), value)
+    return fused
+
+
+def untied(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Each tensor once, under its first name: loading ties the others again."""
     seen: set[int] = set()
     return {

@@ -18,7 +18,7 @@ What each arrow waits for, and what unblocks it:
     collect    the step's last group; groups need engines (Fleet) and tools (CodeEnvClient)
     resample   nothing: a pure function of the groups and the seed
     learn      the learner's thread, which runs one call at a time
-    publish    the probe of every engine; an engine that cannot start is left out
+    publish    the proof of every engine that runs; a dead one joins later, when it is proven
 
 With staleness 0 no two steps overlap: the rollouts of step n + 1 are drawn with the weights of step
 n. With staleness k, `collect` starts up to k further steps, which continue while one is learnt;

@@ -5,8 +5,10 @@ Invariants
   runs on its one thread (`on_learner`), and that thread is the only lock around the learner.
 - No engine is restarted with weights that are being changed: the caller that trains and publishes
   holds `changing_weights`, and an engine that died in that time receives the new weights.
-- An engine serves only weights that the probe has proven (Invariant 7): `publish` makes the fleet
-  require the new version first, and engines join after their proof.
+- An engine serves only weights that were proven (Invariant 7): `publish` makes the fleet require
+  the new version first, and engines join after their proof.
+- No step waits for an engine that died or hangs: `publish` serves the engines that are there. The
+  others start in the background and join when they are proven, by the next `publish` or after it.
 - `close` ends every process that was started, in any state of the parts.
 """
 
@@ -20,6 +22,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from rstar2.agent.exported import exported_tokenizer
@@ -31,7 +34,13 @@ from rstar2.engine.base import Engine
 from rstar2.engine.make import make_engines
 from rstar2.environments.base import EnvironmentProtocol
 from rstar2.environments.load import load_environment, recipe_problems
-from rstar2.errors import EngineError, InfrastructureError, RecipeError, WeightUpdateError
+from rstar2.errors import (
+    DeadlineError,
+    EngineError,
+    InfrastructureError,
+    RecipeError,
+    WeightUpdateError,
+)
 from rstar2.files import replacing_directory
 from rstar2.pipeline.export import trained_prompt
 from rstar2.plan.share import beside_learner
@@ -58,6 +67,8 @@ Notify = Callable[..., None]
 TINY, SMOLLM2 = "tiny", "smollm2"
 PROBE_TOKENS = 64
 PUBLISH_ATTEMPTS = 3
+NO_ENGINE_S = 900.0
+"""How long `publish` waits for the first engine if none runs."""
 WEIGHTS = "weights"
 """Directory in the run directory for weights that engines on other machines read."""
 
@@ -99,6 +110,13 @@ class Runtime:
         self._starting: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._changing = asyncio.Lock()
+        self._arrived: dict[str, Engine] = {}
+        """Engines that run but were not proven since they started."""
+        self._arrival = asyncio.Event()
+        self._serving = asyncio.Event()
+        """Set once weights of the current learner were published."""
+        self._gap: float | None = None
+        """Largest difference of a probe that was measured in this process."""
         self._lost: set[str] = set()
         """Engines that died and do not serve yet."""
         self._rehearsed: set[str] = set()
@@ -124,6 +142,7 @@ class Runtime:
             load_model, self.recipe, self.model_dir, self.cluster
         )
         self._published = None
+        self._serving.clear()
 
     # ------------------------------------------------------------------ serving
 
@@ -145,6 +164,7 @@ class Runtime:
                 self._tools = await self.cluster.tools()
 
         await together([start_tools(), *(engine.start() for engine in engines)])
+        self._arrived = {engine.name: engine for engine in engines}
         dog = Watchdog(
             self._fleet,
             self._probe,
@@ -159,10 +179,11 @@ class Runtime:
             self._starting.result()
 
     async def publish(self, version: WeightVersion) -> dict[str, float]:
-        """Make all engines serve the learner's weights as `version`; returns metrics of it.
+        """Serve the learner's weights as `version` on all engines that run; returns metrics of it.
 
         Starts engines and code environment if they do not run. A version is published once: if the
-        engines already serve it, nothing is done and there are no metrics.
+        engines already serve it, nothing is done and there are no metrics. Raises EngineError if no
+        engine can be started.
         """
         self.start_serving()
         assert self._starting is not None
@@ -171,20 +192,18 @@ class Runtime:
             return {}
         fleet = self.fleet
         fleet.require(version)
+        ends = monotonic() + NO_ENGINE_S
         for attempt in range(1, PUBLISH_ATTEMPTS + 1):
-            await fleet.stop_recoveries()  # this function starts all engines itself
             try:
-                engines = await self._started(fleet)
-                metrics = await self._prove(engines, version)
+                metrics = await self._prove(await self._present(fleet, ends), version)
                 break
             except (EngineError, WeightUpdateError) as error:
                 if attempt == PUBLISH_ATTEMPTS:
                     raise
                 log.warning("weights %d were not published, retrying: %s", version, error)
-        for engine in engines:
-            fleet.join(engine.name, version)
-            self._back(engine, version)
         self._published = version
+        self._serving.set()
+        fleet.restart_missing()
         return metrics
 
     async def exported_tokenizer(self) -> PreTrainedTokenizerFast:
@@ -210,34 +229,50 @@ class Runtime:
         assert self._fleet is not None
         return self._fleet
 
-    async def _started(self, fleet: Fleet) -> list[Engine]:
-        """Start all engines; those that cannot start are left out until the next publication."""
-        engines = list(fleet.engines.values())
-        results = await asyncio.gather(*(e.start() for e in engines), return_exceptions=True)
-        for engine, result in zip(engines, results, strict=True):
-            if isinstance(result, InfrastructureError):
-                log.warning("engine %s cannot be started: %s", engine.name, result)
-                self.notify("away", part=engine.name, why=str(result))
-            elif isinstance(result, BaseException):
+    async def _present(self, fleet: Fleet, ends: float) -> list[Engine]:
+        """The engines that run; if there are none, wait until one has started."""
+        if not fleet.scheduler.engines and not self._arrived:
+            fleet.restart_missing()
+        while not (names := {*fleet.scheduler.engines, *self._arrived}):
+            self._arrival.clear()
+            arrival = asyncio.ensure_future(self._arrival.wait())
+            ended = asyncio.ensure_future(fleet.restarted())
+            left = ends - monotonic()
+            waits = {arrival, ended}
+            await asyncio.wait(waits, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
+            _, result = await asyncio.gather(arrival, ended, return_exceptions=True)
+            if isinstance(result, EngineError):
                 raise result
-        started = [e for e, r in zip(engines, results, strict=True) if r is None]
-        if not started:
-            raise EngineError(f"no engine can be started: {results[0]}")
-        return started
+            if monotonic() > ends:
+                raise DeadlineError(f"no engine has started within {NO_ENGINE_S:g} s")
+        return [engine for name, engine in fleet.engines.items() if name in names]
 
     async def _recover(self, engine: Engine) -> WeightVersion:
-        """Restart a dead engine with the weights that the others serve."""
-        if engine.name not in self._lost:
-            self._lost.add(engine.name)
-            self._rehearsed.discard(engine.name)
-            self.notify("lost", part=engine.name)
-        await engine.start()
+        """Restart a dead engine and give it the weights that the others serve.
+
+        It is proven here between two steps, or by a `publish` that comes first.
+        """
+        name = engine.name
+        if name not in self._lost:
+            self._lost.add(name)
+            self._rehearsed.discard(name)
+            self.notify("lost", part=name)
+        try:
+            await engine.start()
+        except InfrastructureError as error:
+            self.notify("away", part=name, why=str(error))
+            raise
+        self._arrived[name] = engine
+        self._arrival.set()
+        await self._serving.wait()
         async with self._changing:
-            if self._published is None:
-                raise EngineError(f"{engine.name} waits for the next published weights")
-            await self._prove([engine], self._published)
-        self._back(engine, self._published)
-        return self._published
+            if name in self._arrived and self._published is not None:
+                await self._prove([engine], self._published)
+            if self._published is None or name not in self.fleet.scheduler.engines:
+                raise EngineError(f"{name} was lost again before it had the weights")
+            return self._published
 
     def _back(self, engine: Engine, version: WeightVersion) -> None:
         if engine.name in self._lost:
@@ -245,16 +280,19 @@ class Runtime:
             self.notify("back", part=engine.name, version=version)
 
     async def _prove(self, engines: Sequence[Engine], version: WeightVersion) -> dict[str, float]:
-        """Publish to these engines; the tolerance depends on their number format."""
+        """Publish to these engines; those that are proven join the fleet, the others are lost.
+
+        Raises EngineError if no engine is left, and WeightUpdateError if one has wrong weights.
+        """
         from rstar2.learner.lora import rehearse  # torch: loaded by now
         from rstar2.learner.weights import probe_tolerance, publish
 
-        tolerance = probe_tolerance(self.recipe.model.dtype)
+        recipe, metrics = self.recipe, dict[str, float]()
+        tolerance = probe_tolerance(recipe.model.dtype, recipe.learner.dtype, measured=self._gap)
         shared = None if self.cluster is None else self.directory / WEIGHTS
-        metrics: dict[str, float] = {}
         new = [engine for engine in engines if engine.name not in self._rehearsed]
-        if self.recipe.learner.lora is not None and new:
-            metrics["weights/rehearsal_gap"] = await rehearse(
+        if recipe.learner.lora is not None and new:
+            rehearsed = await rehearse(
                 self.learner,
                 new,
                 self._probe,
@@ -262,17 +300,38 @@ class Runtime:
                 tolerance=tolerance,
                 in_thread=self.on_learner,
             )
-        metrics |= await publish(
+            metrics |= rehearsed.metrics
+            self._rehearsed.update(engine.name for engine in rehearsed.proven)
+        made = await publish(
             self.learner,
             engines,
             version,
             self._probe,
             shared=shared,
             tolerance=tolerance,
+            straggler_s=recipe.engine.hang_s,
             in_thread=self.on_learner,
         )
-        self._rehearsed.update(engine.name for engine in new)
-        return metrics
+        self._gap = max(self._gap or 0.0, made.metrics["weights/probe_gap"])
+        for engine in engines:
+            self._arrived.pop(engine.name, None)
+            if engine in made.proven:
+                self.fleet.join(engine.name, version)
+                self._back(engine, version)
+            else:
+                await self._lose(engine, made.lost[engine.name])
+        if not made.proven:
+            raise EngineError(f"no engine took version {version}: {made.lost[engines[0].name]}")
+        return metrics | made.metrics
+
+    async def _lose(self, engine: Engine, error: InfrastructureError) -> None:
+        """End an engine that failed during an update; it restarts in the background."""
+        log.warning("engine %s did not take the weights: %s", engine.name, error)
+        try:
+            await engine.abort()
+        except InfrastructureError as failure:
+            log.warning("engine %s did not end cleanly: %s", engine.name, failure)
+        self.fleet.lose(engine.name, error)
 
     @property
     def _probe(self) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from time import monotonic
 
 from rstar2.engine.base import Engine
-from rstar2.errors import DeadlineError, EngineError, InfrastructureError
+from rstar2.errors import DeadlineError, EngineError, InfrastructureError, UserError
 from rstar2.rollout.scheduler import Phase, Placement, Scheduler, TurnRequest
 from rstar2.types import EngineLoad, Finish, Generation, Sampling, WeightVersion
 
@@ -69,7 +69,6 @@ class _UsageMeter:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.deaths = 0
         self.load: EngineLoad | None = None
         self.running = 0
         self.kv_share = 0.0
@@ -78,7 +77,7 @@ class _UsageMeter:
     def reset(self, now: float) -> None:
         self.since = self.last = now
         self.busy_s = self.kv_s = self.kv_peak = self.queue_s = 0.0
-        self.turns = self.tokens = self.moved = self.preemptions = 0
+        self.turns = self.tokens = self.moved = self.deaths = self.preemptions = 0
 
     def report(self, load: EngineLoad) -> None:
         """Record the engine's load; its preemption count restarts at 0 with the engine."""
@@ -133,6 +132,8 @@ class Fleet:
         self._load_poll_s = load_poll_s
         self._recoveries_left = dict.fromkeys(self.engines, recoveries)
         self._recovering: dict[str, asyncio.Task[None]] = {}
+        self.last_failure: Exception | None = None
+        """Why the last restart failed."""
         self._placed: dict[str, asyncio.Future[Placement]] = {}
         self._ready: dict[str, Placement] = {}
         """Placements of returned turns whose callers still wait for the dead engine."""
@@ -154,8 +155,24 @@ class Fleet:
         """Only engines that joined with this version get turns from now on."""
         self.scheduler.require(version)
 
+    def lose(self, name: str, error: Exception) -> None:
+        """The caller found that an engine died or hangs: its turns run elsewhere, it restarts."""
+        self._engine_lost(name, error)
+
+    def restart_missing(self) -> None:
+        """Restart, in the background, the engines that do not serve and are not being restarted."""
+        for name in self.engines:
+            if name not in self.scheduler.engines and name not in self._recovering:
+                self._restart_later(name)
+
+    async def restarted(self) -> None:
+        """Wait until a restart has ended, well or not; EngineError if none is under way."""
+        if not self._recovering:
+            raise EngineError(f"no engine can be started: {self.last_failure}")
+        await asyncio.wait(self._recovering.values(), return_when=asyncio.FIRST_COMPLETED)
+
     async def stop_recoveries(self) -> None:
-        """Cancel engine restarts; the caller starts and updates all engines itself."""
+        """Cancel engine restarts."""
         tasks = list(self._recovering.values())
         for task in tasks:
             task.cancel()
@@ -300,16 +317,21 @@ class Fleet:
         self._update_meter(name)
         if self._recover is not None and self._recoveries_left[name] > 0:
             self._recoveries_left[name] -= 1
-            self._recovering[name] = asyncio.ensure_future(self._restart(name, self._recover))
+            self._restart_later(name)
         elif not self.scheduler.engines and not self._recovering:
             self._fail_waiting(error)
         self._dispatch()
 
+    def _restart_later(self, name: str) -> None:
+        if self._recover is not None and name not in self._recovering:
+            self._recovering[name] = asyncio.ensure_future(self._restart(name, self._recover))
+
     async def _restart(self, name: str, recover: RecoverEngine) -> None:
         try:
             version = await recover(self.engines[name])
-        except InfrastructureError as error:
+        except (InfrastructureError, UserError) as error:
             log.warning("engine %s could not be restarted: %s", name, error)
+            self.last_failure = error
             self._recovering.pop(name, None)
             if not self.scheduler.engines and not self._recovering:
                 self._fail_waiting(error)
