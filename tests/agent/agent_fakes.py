@@ -11,6 +11,7 @@ from rstar2.agent.template import Template
 from rstar2.codeenv.protocol import RunRequest, SessionInfo, VerifyRequest, VerifyResult
 from rstar2.environments.python_math import PythonMath
 from rstar2.environments.python_tool import python_spec
+from rstar2.errors import DeadlineError
 from rstar2.types import Finish, Generation, Outcome, Problem, Sampling, ToolResult, spans
 
 TOOLS = (python_spec(),)
@@ -46,7 +47,8 @@ class ScriptedGenerator:
         self.samplings.append(sampling)
         await asyncio.sleep(0)
         if turn == self.hang_at:
-            await asyncio.Event().wait()
+            await asyncio.sleep(deadline_s)
+            raise DeadlineError(f"no turn within {deadline_s:g} s")
         if turn == self.fail_at:
             assert self.error is not None
             raise self.error

@@ -325,7 +325,6 @@ async def test_a_request_given_up_by_the_engine_is_cancelled(make_template: Make
 async def test_waits_end_although_nobody_answers(
     make_template: MakeTemplate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rstar2.agent.loop.GRACE_S", 0.0)
     monkeypatch.setattr("rstar2.agent.episodes.GRACE_S", 0.0)
     agent = AgentConfig(generate_deadline_s=0.05)
     template = make_template("tiny", "none", "none")

@@ -35,6 +35,9 @@ class ScriptedEngine:
         self.served: list[str] = []
         self.released: list[str] = []
         self.starts = 0
+        self.loads = 0
+        self.waiting = self.decoded = 0
+        """What it reports in its load."""
         self._death = asyncio.Event()
 
     async def start(self) -> None:
@@ -46,7 +49,8 @@ class ScriptedEngine:
         return EngineCapacity(self.kv, self.sequences, self.kv)
 
     async def load(self) -> EngineLoad:
-        return EngineLoad(0, len(self.running), 0, 0, self.version)
+        self.loads += 1
+        return EngineLoad(0, len(self.running), self.waiting, 0, self.version, decoded=self.decoded)
 
     def kill(self) -> None:
         self.dead = True

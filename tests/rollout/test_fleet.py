@@ -5,25 +5,33 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from typing import Literal
 
 import pytest
 
 from rstar2.config import SchedulerConfig
 from rstar2.engine.base import Engine
 from rstar2.errors import DeadlineError, EngineError
-from rstar2.rollout.fleet import Fleet, usage_metrics
+from rstar2.rollout.fleet import LOAD_POLL_S, Fleet, usage_metrics
 from rstar2.rollout.scheduler import Scheduler
-from rstar2.types import Generation, Sampling, WeightVersion
+from rstar2.rollout.turn_clocks import StallError, TurnClocks
+from rstar2.types import EngineLoad, Generation, Sampling, WeightVersion
 from tests.rollout.scripted import ScriptedEngine, until
 
 
-def fleet_of(*engines: ScriptedEngine, recover: bool = False) -> Fleet:
+def fleet_of(
+    *engines: ScriptedEngine,
+    recover: bool = False,
+    policy: Literal["worst_case", "round_robin"] = "worst_case",
+    load_poll_s: float = LOAD_POLL_S,
+    stall_s: float = 600.0,
+) -> Fleet:
     async def restart(engine: Engine) -> WeightVersion:
         await engine.start()
         return 0
 
-    scheduler = Scheduler(SchedulerConfig(policy="worst_case"))
-    fleet = Fleet(engines, scheduler, recover=restart if recover else None)
+    scheduler = Scheduler(SchedulerConfig(policy=policy, stall_s=stall_s))
+    fleet = Fleet(engines, scheduler, recover=restart if recover else None, load_poll_s=load_poll_s)
     for engine in engines:
         fleet.join(engine.name, 0)
     return fleet
@@ -101,19 +109,104 @@ async def test_last_engine_dead_for_good_fails_every_turn_by_name() -> None:
         await turn(fleet, "g/9")
 
 
-async def test_waiting_longer_than_the_deadline_is_named() -> None:
-    engine = ScriptedEngine("only", kv=150)
+async def start_turn(fleet: Fleet, session: str, *, deadline_s: float) -> asyncio.Task[Generation]:
+    turn = fleet.generate((1,), Sampling(99), session=session, deadline_s=deadline_s)
+    return asyncio.ensure_future(turn)
+
+
+async def reports(engine: ScriptedEngine, count: int = 5) -> None:
+    """Wait for some load reports of an engine."""
+    enough = engine.loads + count
+    await until(lambda: engine.loads >= enough)
+
+
+async def test_waiting_for_an_engine_does_not_count_against_the_deadline() -> None:
+    engine = ScriptedEngine("only", sequences=1)
     engine.hang = True
-    fleet = fleet_of(engine)
-    first = asyncio.ensure_future(turn(fleet, "g/0"))
+    fleet = fleet_of(engine, load_poll_s=0.001)
+    first = await start_turn(fleet, "g/0", deadline_s=60.0)
     await until(lambda: bool(engine.running))
-    with pytest.raises(DeadlineError, match="not placed"):
-        await fleet.generate((1,), Sampling(99), session="g/1", deadline_s=0.01)
-    await fleet.release("g/1")
+    second = await start_turn(fleet, "g/1", deadline_s=0.001)
+    await reports(engine, 20)
+    assert not second.done()
+    engine.hang = False
     first.cancel()
-    await asyncio.gather(first, return_exceptions=True)
+    assert (await second).engine == "only"
+    await fleet.close()
+
+
+async def test_the_deadline_counts_from_the_start_on_the_engine() -> None:
+    engine = ScriptedEngine("only", sequences=1)
+    engine.hang = True
+    fleet = fleet_of(engine, load_poll_s=0.001)
+    with pytest.raises(DeadlineError, match="only did not finish a turn of g/0"):
+        await fleet.generate((1,), Sampling(99), session="g/0", deadline_s=0.001)
     await fleet.release("g/0")
     assert fleet.scheduler.budget("only").reserved == 0
+    await fleet.close()
+
+
+async def test_turns_that_wait_inside_the_engine_have_not_started() -> None:
+    """An engine with two requests, one of which waits: only the first one's deadline runs."""
+    engine = ScriptedEngine("only")
+    engine.hang, engine.waiting = True, 1
+    fleet = fleet_of(engine, policy="round_robin", load_poll_s=0.001)
+    first = await start_turn(fleet, "g/0", deadline_s=0.001)
+    await until(lambda: "g/0" in engine.running)
+    second = await start_turn(fleet, "g/1", deadline_s=0.001)
+    with pytest.raises(DeadlineError, match="g/0"):
+        await first
+    await reports(engine, 20)
+    assert not second.done(), "it is the one that waits"
+    engine.waiting = 0
+    with pytest.raises(DeadlineError, match="g/1"):
+        await second
+    await fleet.close()
+
+
+async def test_a_fleet_without_progress_gives_up_waiting_turns() -> None:
+    engine = ScriptedEngine("only", sequences=1)
+    engine.hang = True
+    fleet = fleet_of(engine, load_poll_s=0.001, stall_s=0.05)
+    first = await start_turn(fleet, "g/0", deadline_s=60.0)
+    await until(lambda: bool(engine.running))
+    await reports(engine)
+    second = await start_turn(fleet, "g/1", deadline_s=60.0)
+    with pytest.raises(StallError, match="no engine made progress"):
+        await second
+    assert not first.done(), "it has started: its own deadline bounds it"
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await fleet.close()
+
+
+async def test_sampled_tokens_are_progress() -> None:
+    clocks = TurnClocks(stall_s=0.0)
+    async with clocks.bound("g/0", 60.0) as clock:
+        clocks.reported("a", EngineLoad(0, 1, 0, 0, 0, decoded=1), asked=1.0)
+        progress = clocks.progress
+        clocks.reported("a", EngineLoad(0, 1, 0, 0, 0, decoded=1), asked=2.0)
+        assert clocks.progress == progress, "nothing was sampled in between"
+        clocks.reported("a", EngineLoad(0, 1, 0, 0, 0, decoded=2), asked=3.0)
+        assert clocks.progress > progress
+        assert not clock.started
+
+
+async def test_an_engine_that_does_not_report_cannot_hold_a_turn_forever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Silent(ScriptedEngine):
+        async def load(self) -> EngineLoad:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    monkeypatch.setattr("rstar2.rollout.fleet.LOAD_DEADLINE_S", 0.01)
+    engine = Silent("only")
+    engine.hang = True
+    fleet = fleet_of(engine, load_poll_s=0.001)
+    with pytest.raises(DeadlineError, match="g/0"):
+        await fleet.generate((1,), Sampling(99), session="g/0", deadline_s=0.001)
+    await fleet.close()
 
 
 async def test_cancelled_turn_makes_room_for_the_next() -> None:

@@ -36,7 +36,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rstar2.agent.episodes import (
-    GRACE_S,
     CallRunner,
     EpisodeError,
     Observer,
@@ -55,7 +54,7 @@ from rstar2.agent.template import Template
 from rstar2.config import AgentConfig, SamplingConfig
 from rstar2.engine.base import Generator
 from rstar2.environments.base import EnvironmentProtocol, EpisodeProtocol, SandboxClient
-from rstar2.errors import DeadlineError, EngineError, InfrastructureError, InvariantError
+from rstar2.errors import EngineError, InfrastructureError, InvariantError
 from rstar2.seeds import derive_seed
 from rstar2.tasks import to_the_end
 from rstar2.types import (
@@ -306,13 +305,7 @@ async def sample_turn(
         stop_ids=template.stop_ids,
         seed=seed,
     )
-    try:
-        async with asyncio.timeout(deadline_s + GRACE_S):
-            generation = await generator.generate(
-                ids, sampling, session=session, deadline_s=deadline_s
-            )
-    except TimeoutError as error:
-        raise DeadlineError(f"no turn within {deadline_s + GRACE_S:g} s") from error
+    generation = await generator.generate(ids, sampling, session=session, deadline_s=deadline_s)
     check_generation(generation, sampling)
     return generation
 

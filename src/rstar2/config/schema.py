@@ -57,7 +57,9 @@ class AgentConfig(Section):
     """Stop a rollout after this many consecutive calls that cannot be executed."""
     response_tokens: int = Field(512, ge=16)
     """Longest tool response, in tokens; the middle of a longer one is cut."""
-    generate_deadline_s: float = Field(600.0, gt=0)  #: Longest wait for one turn.
+    generate_deadline_s: float = Field(600.0, gt=0)
+    """Longest time of one turn on an engine, from the start on it; waiting for an engine does not
+    count (scheduler.stall_s)."""
     tool_deadline_s: float = Field(60.0, gt=0)  #: Longest wait for one tool call.
     reward_deadline_s: float = Field(30.0, gt=0)  #: Longest wait for one reward.
     retries: int = Field(1, ge=0)
@@ -120,6 +122,9 @@ class SchedulerConfig(Section):
     until the scheduler has observed how long tools take."""
     cap_factor: float = Field(1.6, gt=0)
     """`mean_cap`: rollouts per engine, relative to its KV / their mean final length."""
+    stall_s: float = Field(600.0, gt=0)
+    """A turn that waits for an engine is lost once no engine has sampled a token, finished a turn
+    or received weights for this long."""
 
 
 class RocConfig(Section):

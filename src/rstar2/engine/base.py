@@ -33,7 +33,11 @@ class Generator(Protocol):
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, deadline_s: float
     ) -> Generation:
-        """Sample a continuation. `session` names the trajectory whose prefix may be cached."""
+        """Sample a continuation. `session` names the trajectory whose prefix may be cached.
+
+        The caller has no clock of its own. An engine counts `deadline_s` from the call; the fleet,
+        which queues turns, from the time at which an engine starts on the turn.
+        """
         ...
 
     async def release(self, session: str) -> None:

@@ -8,8 +8,9 @@ the engine, so it gets no turns (Invariant 7).
 From the first turn on, the fleet polls the load of every engine for the scheduler. An engine that
 died between two turns is detected there; one that does not answer is left to `watchdog.Watchdog`.
 
-Every wait ends: with a placement, with the caller's deadline (DeadlineError), by cancellation, or
-with EngineError when no engine is left and none is being restarted.
+Every wait ends: with a placement, by cancellation, with EngineError when no engine is left and
+none is being restarted, or with StallError when the fleet makes no progress. The caller's deadline
+counts from the time at which an engine starts on the turn (`turn_clocks`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from time import monotonic
 from rstar2.engine.base import Engine
 from rstar2.errors import DeadlineError, EngineError, InfrastructureError, UserError
 from rstar2.rollout.scheduler import Phase, Placement, Scheduler, TurnRequest
+from rstar2.rollout.turn_clocks import TurnClock, TurnClocks
 from rstar2.types import EngineLoad, Finish, Generation, Sampling, WeightVersion
 
 log = logging.getLogger(__name__)
@@ -34,6 +36,8 @@ RELEASE_DEADLINE_S = 10.0
 LOAD_POLL_S = 1.0
 """Time between two polls of an engine's load."""
 LOAD_DEADLINE_S = 60.0
+ENGINE_DEADLINE_S = 7 * 86_400.0
+"""Deadline that engines get for a turn; the fleet ends a turn earlier, by its clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +144,7 @@ class Fleet:
         self._meters = {name: _UsageMeter(name) for name in self.engines}
         self._releases: set[asyncio.Task[None]] = set()
         self._polls: dict[str, asyncio.Task[None]] = {}
+        self._clocks = TurnClocks(scheduler.config.stall_s)
 
     # ------------------------------------------------------------------ lifecycle
 
@@ -149,11 +154,13 @@ class Fleet:
             self.scheduler.weights_updated(name, version)
         else:
             self.scheduler.join(name, self.engines[name].capacity(), version)
+        self._clocks.progressed()
         self._dispatch()
 
     def require(self, version: WeightVersion) -> None:
         """Only engines that joined with this version get turns from now on."""
         self.scheduler.require(version)
+        self._clocks.progressed()
 
     def lose(self, name: str, error: Exception) -> None:
         """The caller found that an engine died or hangs: its turns run elsewhere, it restarts."""
@@ -211,24 +218,31 @@ class Fleet:
         request = TurnRequest(session, group_of(session), len(prompt_ids), sampling.max_new_tokens)
         self.scheduler.submit(request, requested)
         try:
-            while True:
-                placement = await self._placement(session, requested, deadline_s)
-                started = monotonic()
-                remaining = deadline_s - (started - requested)
-                try:
-                    generation = await self.engines[placement.engine].generate(
-                        prompt_ids, sampling, session=session, deadline_s=remaining
-                    )
-                    break
-                except EngineError as error:
-                    self._engine_lost(placement.engine, error)
+            async with self._clocks.bound(session, deadline_s) as clock:
+                placement, generation = await self._run(clock, prompt_ids, sampling)
         except BaseException:
             self._ready.pop(session, None)
             self.scheduler.turn_failed(session)
             self._update_meter(self.scheduler.engine_of(session))
             self._dispatch()
             raise
-        return self._ended(request, placement, generation, queue_s=started - requested)
+        return self._ended(request, placement, generation, queue_s=clock.sent - requested)
+
+    async def _run(
+        self, clock: TurnClock, prompt_ids: Sequence[int], sampling: Sampling
+    ) -> tuple[Placement, Generation]:
+        """Run a submitted turn; on another engine if the first one is lost."""
+        session = clock.session
+        while True:
+            placement = await self._placement(session)
+            self._clocks.sent(clock, placement.engine)
+            try:
+                return placement, await self.engines[placement.engine].generate(
+                    prompt_ids, sampling, session=session, deadline_s=ENGINE_DEADLINE_S
+                )
+            except EngineError as error:
+                self._clocks.lost(clock)
+                self._engine_lost(placement.engine, error)
 
     async def release(self, session: str) -> None:
         """The rollout has ended: release its reservation and its prefix on the engine."""
@@ -240,8 +254,8 @@ class Fleet:
 
     # ------------------------------------------------------------------ mechanism
 
-    async def _placement(self, session: str, requested: float, deadline_s: float) -> Placement:
-        """Wait until the scheduler places the session's turn."""
+    async def _placement(self, session: str) -> Placement:
+        """Wait until the scheduler places the session's turn; the turn's clock bounds it."""
         future: asyncio.Future[Placement] = asyncio.get_running_loop().create_future()
         self._placed[session] = future
         try:
@@ -250,13 +264,7 @@ class Fleet:
                 return self._ready.pop(session)
             if not self.scheduler.engines and not self._recovering:
                 raise EngineError("no engine is alive")
-            async with asyncio.timeout(max(0.0, requested + deadline_s - monotonic())):
-                return await future
-        except TimeoutError:
-            raise DeadlineError(
-                f"{session} was not placed on an engine within {deadline_s:g} s "
-                f"({self.scheduler.waiting} turns are waiting, engines: {', '.join(self.engines)})"
-            ) from None
+            return await future
         finally:
             self._placed.pop(session, None)
 
@@ -293,6 +301,7 @@ class Fleet:
         self, request: TurnRequest, placement: Placement, generation: Generation, *, queue_s: float
     ) -> Generation:
         self._ready.pop(request.session, None)
+        self._clocks.progressed()
         tokens = request.prompt_tokens + len(generation.token_ids)
         if self.scheduler.phase(request.session) is Phase.RUNNING:
             truncated = generation.finish is Finish.LENGTH
@@ -349,10 +358,13 @@ class Fleet:
         while True:
             if name in self.scheduler.engines:
                 await self.poll_load(name)
+            if not self._recovering:  # a restart has deadlines of its own
+                self._clocks.give_up_stalled()
             await asyncio.sleep(self._load_poll_s)
 
     async def poll_load(self, name: str) -> None:
         """Read the load of one engine now and report it to the scheduler; on error it is lost."""
+        asked = monotonic()
         try:
             async with asyncio.timeout(LOAD_DEADLINE_S):
                 load = await self.engines[name].load()
@@ -361,8 +373,10 @@ class Fleet:
             return
         except (DeadlineError, TimeoutError):
             log.info("engine %s did not report its load within %g s", name, LOAD_DEADLINE_S)
+            self._clocks.silent(name)
             return
         self._meters[name].report(load)
+        self._clocks.reported(name, load, asked)
         self.scheduler.load_reported(name, load, monotonic())
         self._update_meter(name)
         self._dispatch()
