@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from rstar2.cli import main
-from rstar2.codeenv.server.connections import raise_descriptor_limit
+from rstar2.descriptors import raise_descriptor_limit
 from rstar2.types import Limits, Outcome, ToolResult, decode
 
 pytestmark = pytest.mark.slow

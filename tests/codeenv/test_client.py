@@ -319,8 +319,8 @@ async def test_a_connection_that_was_idle_for_long_is_not_used_again(
         await run(client, "a", "echo 1")
         (first,) = pool.idle
         await run(client, "b", "echo 1")
-        assert pool.idle == [first]
-        monkeypatch.setattr(deadlines, "IDLE_CONNECTION_S", -1.0)
+        assert list(pool.idle) == [first]
+        pool.idle_s = -1.0
         await run(client, "c", "echo 1")
         (second,) = pool.idle
         assert (first is second, second.used) == (False, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from rstar2.config import load_recipe
-from rstar2.config.preflight import check_supported
+from rstar2.config.preflight import check_descriptors, check_supported
 from rstar2.engine import http
 from rstar2.engine.make import GpuDevice, device_names, make_engines, server_settings
 from rstar2.engine.vllm import VllmEngine, _joined, _rest, _sampled_under
@@ -24,6 +25,7 @@ from rstar2.engine.vllm_client import ServerGauges, VllmClient, read_gauges
 from rstar2.engine.vllm_server import ServerSettings, arguments_of, environment_of
 from rstar2.engine.vllm_supervisor import members
 from rstar2.errors import EngineError, RecipeError, UserError
+from rstar2.http_client import LocalResourceError
 from rstar2.types import Finish, Generation, Sampling
 
 METRICS = """\
@@ -251,9 +253,11 @@ def test_the_supervisor_leaves_nothing_behind(death: str) -> None:
 async def listening(path: Path, answer: Callable[[], Awaitable[None]]) -> AsyncIterator[list[int]]:
     """A server on a socket; yields the number of requests per connection so far."""
     requests: list[int] = []
+    open_: set[int] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         index = len(requests)
+        open_.add(index)
         requests.append(0)
         with contextlib.suppress(asyncio.IncompleteReadError):
             while await reader.readuntil(b"\r\n\r\n"):
@@ -261,9 +265,14 @@ async def listening(path: Path, answer: Callable[[], Awaitable[None]]) -> AsyncI
                 await answer()
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
         writer.close()
+        await writer.wait_closed()
+        open_.discard(index)
 
     async with await asyncio.start_unix_server(serve, path):
         yield requests
+        async with asyncio.timeout(60):
+            while open_:  # noqa: ASYNC110 - the clients have closed their ends
+                await asyncio.sleep(0.001)
 
 
 async def test_all_turns_of_an_engine_are_requested_at_once(tmp_path: Path) -> None:
@@ -293,3 +302,82 @@ async def test_a_connection_that_the_server_may_close_is_not_used(
         await client._ask("GET", "/", 120.0)
         await client.close()
     assert requests == [1, 1]
+
+
+# --------------------------------------------------------------------------- descriptors
+
+
+async def test_a_local_error_is_not_an_engines_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without descriptors a generation waits for one; other requests name the local error."""
+
+    async def answer() -> None: ...
+
+    async def no_descriptor(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async with listening(tmp_path / "s", answer):
+        client = VllmClient("e", socket=tmp_path / "s")
+        loop = asyncio.get_running_loop()
+        real = loop.create_unix_connection
+        monkeypatch.setattr(loop, "create_unix_connection", no_descriptor)
+        with pytest.raises(LocalResourceError, match="Too many open files"):
+            await client.health(120.0)
+        patient = asyncio.ensure_future(client._ask("GET", "/", 120.0, patient=True))
+        await asyncio.sleep(0.01)
+        assert not patient.done()
+        monkeypatch.setattr(loop, "create_unix_connection", real)
+        assert await patient == b""
+        with pytest.raises(EngineError):
+            await VllmClient("gone", socket=tmp_path / "nobody").health(120.0)
+        await client.close()
+
+
+DESCRIPTORS = """
+import asyncio, resource
+from pathlib import Path
+from rstar2.descriptors import raise_descriptor_limit
+from rstar2.engine.vllm_client import VllmClient
+
+async def serve(reader, writer):
+    await reader.readuntil(b"\\r\\n\\r\\n")
+    await together.wait()
+    writer.write(b"HTTP/1.1 200 OK\\r\\ncontent-length: 0\\r\\n\\r\\n")
+
+async def main():
+    global together
+    together = asyncio.Barrier(400)
+    async with await asyncio.start_unix_server(serve, "s", backlog=1000):
+        client = VllmClient("e", socket=Path("s"))
+        await asyncio.gather(*(client._ask("GET", "/", 60.0, patient=True) for _ in range(400)))
+        await client.close()
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4096))
+assert raise_descriptor_limit() == 4096
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_the_soft_limit_of_descriptors_does_not_bound_the_turns(tmp_path: Path) -> None:
+    """400 requests at once, server and client in one process whose soft limit was 256."""
+    done = subprocess.run(
+        [sys.executable, "-c", DESCRIPTORS.replace("\\\\", "\\")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_preflight_counts_the_connections() -> None:
+    recipe = load_recipe("tiny-vllm", ["engine.urls=[http://a:1, http://b:2]"]).recipe
+    check_descriptors(recipe, 1024)
+    many = recipe.engine.model_copy(update={"max_sequences": 4096})
+    rl = recipe.rl.model_copy(update={"prompts_per_step": 512})
+    recipe = recipe.model_copy(update={"engine": many, "rl": rl})
+    with pytest.raises(UserError, match=r"8192 turns at once.*may open 1024 files"):
+        check_descriptors(recipe, 1024)

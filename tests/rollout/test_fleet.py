@@ -12,9 +12,11 @@ import pytest
 from rstar2.config import SchedulerConfig
 from rstar2.engine.base import Engine
 from rstar2.errors import DeadlineError, EngineError
+from rstar2.http_client import LocalResourceError
 from rstar2.rollout.fleet import LOAD_POLL_S, Fleet, usage_metrics
 from rstar2.rollout.scheduler import Scheduler
 from rstar2.rollout.turn_clocks import StallError, TurnClocks
+from rstar2.rollout.watchdog import Watchdog
 from rstar2.types import EngineLoad, Generation, Sampling, WeightVersion
 from tests.rollout.scripted import ScriptedEngine, until
 
@@ -206,6 +208,19 @@ async def test_an_engine_that_does_not_report_cannot_hold_a_turn_forever(
     fleet = fleet_of(engine, load_poll_s=0.001)
     with pytest.raises(DeadlineError, match="g/0"):
         await fleet.generate((1,), Sampling(99), session="g/0", deadline_s=0.001)
+    await fleet.close()
+
+
+async def test_an_engine_that_cannot_be_asked_for_local_reasons_is_not_lost() -> None:
+    class OutOfDescriptors(ScriptedEngine):
+        async def load(self) -> EngineLoad:
+            raise LocalResourceError("no descriptor is left")
+
+    engine = OutOfDescriptors("only")
+    fleet = fleet_of(engine)
+    await fleet.poll_load("only")
+    assert fleet.scheduler.engines == ("only",)
+    assert await Watchdog(fleet, (1, 2), hang_s=60.0)._works(engine)
     await fleet.close()
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from rstar2.cluster.nodes import visible
 from rstar2.config import CodeEnvConfig, Recipe
+from rstar2.descriptors import raise_descriptor_limit
 from rstar2.errors import EngineError
 
 SERVE_DEADLINE_S = 30.0
@@ -36,6 +37,7 @@ class EngineActor:
 
         from rstar2.cluster.engine_http import KEEP_SERVER_S, EngineApp
 
+        raise_descriptor_limit()
         self._engine = make_engine(self.name, self.recipe, self.model)
         await self._engine.start()
         config = uvicorn.Config(

@@ -15,7 +15,6 @@ import hmac
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-import httpx
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -25,8 +24,9 @@ from starlette.routing import Route
 from rstar2.engine import wire
 from rstar2.engine.base import Engine, WeightUpdate
 from rstar2.engine.checksums import HeldWeights
-from rstar2.engine.http import connections
+from rstar2.engine.http import EngineHttp
 from rstar2.errors import DeadlineError, EngineError, InfrastructureError, UserError
+from rstar2.http_client import Address
 from rstar2.types import EngineCapacity, EngineLoad, Generation, Sampling
 
 CONTROL_DEADLINE_S = 300.0
@@ -34,7 +34,7 @@ SLACK_S = 5.0
 """The engine enforces a generation's deadline; the client waits this much longer."""
 
 KEEP_SERVER_S = 600
-"""Keep-alive of idle connections; clients close them much earlier (`connections`)."""
+"""Keep-alive of idle connections; clients close them much earlier (`engine.http`)."""
 
 CLIENT_CLOSED = 499
 """Status of a request whose client disconnected; it is never delivered."""
@@ -171,19 +171,15 @@ class EngineClient:
 
     def __init__(self, name: str, url: str, token: str) -> None:
         self.name, self.url = name, url
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            headers={"authorization": f"Bearer {token}"},
-            limits=connections(),
-            timeout=None,
-            trust_env=False,
-        )
+        self._http = EngineHttp(f"{name} at {url}", Address.parse(url, token))
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, deadline_s: float
     ) -> Generation:
         call = Generate(wire.pack_ids(prompt_ids), sampling, session, deadline_s)
-        body = await self._ask("POST", "/generate", _encode(call), deadline_s + SLACK_S)
+        body = await self._ask(
+            "POST", "/generate", _encode(call), deadline_s + SLACK_S, patient=True
+        )
         return _decode(body, type=Generation)
 
     async def release(self, session: str) -> None:
@@ -209,24 +205,23 @@ class EngineClient:
         await self._ask("POST", "/weights", _encode(TakeWeights(version, str(path), hold)))
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._http.close()
 
     async def _ask(
-        self, method: str, path: str, body: bytes = b"", deadline_s: float = CONTROL_DEADLINE_S
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        deadline_s: float = CONTROL_DEADLINE_S,
+        *,
+        patient: bool = False,
     ) -> bytes:
+        status, answer = await self._http.ask(method, path, body, deadline_s, patient=patient)
+        if status == 200:
+            return answer
         try:
-            async with asyncio.timeout(deadline_s):
-                response = await self._http.request(method, path, content=body)
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"{self.name}: {path} not answered within {deadline_s:g} s"
-            ) from error
-        except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: the client was closed
-            raise EngineError(
-                f"{self.name} at {self.url}: {path}: {type(error).__name__}: {error}"
-            ) from error
-        if response.status_code == 200:
-            return response.content
-        failure = _decode(response.content, type=EngineFailure)
+            failure = _decode(answer, type=EngineFailure)
+        except msgspec.MsgspecError as error:
+            raise EngineError(f"{self.name}: {path} answered {status}: {error}") from error
         kinds = {"user": UserError, "deadline": DeadlineError}
         raise kinds.get(failure.error, EngineError)(failure.message)

@@ -1,4 +1,5 @@
-"""Checks a recipe against this machine before a run: model, data, memory, port, run directory.
+"""Checks a recipe against this machine before a run: model, data, memory, port, open files,
+run directory.
 
 The checks write nothing and take well under two seconds.
 """
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from rstar2 import extras, machine
 from rstar2.config.schema import Recipe
+from rstar2.descriptors import RESERVED_DESCRIPTORS, descriptor_limit
 from rstar2.errors import RecipeError, UserError
 from rstar2.model_config import (
     CONFIG_FILE,
@@ -51,6 +53,7 @@ def preflight(recipe: Recipe, run: Path) -> None:
     check_supported(recipe)
     check_run_directory(run)
     check_port(recipe)
+    check_descriptors(recipe, descriptor_limit())
     for path, name in _data(recipe):
         check_data(path, name, recipe)
     size = check_model(recipe)
@@ -108,6 +111,28 @@ def check_port(recipe: Recipe) -> None:
                 f"codeenv.port = {env.port} on {env.host} {reason}: "
                 "choose another port, or 0 for any free port"
             ) from None
+
+
+def check_descriptors(recipe: Recipe, limit: int) -> None:
+    """Check that the driver may have a connection for every turn that runs at once.
+
+    `limit` is the hard limit: the driver raises its soft limit when it starts.
+    """
+    engine = recipe.engine
+    if engine.kind != "vllm" and recipe.cluster is None:
+        return  # an embedded engine on this machine has one connection
+    engines = len(engine.urls) or engine.count
+    turns = engines * engine.max_sequences
+    if recipe.rl.stages:
+        in_flight = recipe.rl.prompts_per_step * recipe.rl.roc.drawn * (1 + recipe.rl.staleness)
+        turns = min(turns, max(in_flight, recipe.evaluation.count * recipe.evaluation.samples))
+    if turns + RESERVED_DESCRIPTORS > limit:
+        raise UserError(
+            f"{engines} engines with engine.max_sequences = {engine.max_sequences} run up to "
+            f"{turns} turns at once, each on a connection of its own, but this process may open "
+            f"{limit} files: raise the hard limit (`ulimit -Hn`, LimitNOFILE in systemd) to "
+            f"{turns + RESERVED_DESCRIPTORS} or more, or lower engine.max_sequences"
+        )
 
 
 # --------------------------------------------------------------------------- data

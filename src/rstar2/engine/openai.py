@@ -16,11 +16,12 @@ from typing import Any, Self
 
 import httpx
 
-from rstar2.engine.http import connections
 from rstar2.errors import DeadlineError, EngineError, UserError
 from rstar2.types import Finish, Message
 
 CONNECT_DEADLINE_S = 10.0
+IDLE_S = 2.0
+"""Idle connections are closed earlier than servers do it (uvicorn: 5 s)."""
 OnText = Callable[[str], None]
 
 
@@ -46,7 +47,8 @@ class OpenAIChat:
         self.model = model
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(None, connect=CONNECT_DEADLINE_S)  # reads: see `complete`
-        self._http = httpx.AsyncClient(headers=headers, timeout=timeout, limits=connections())
+        limits = httpx.Limits(keepalive_expiry=IDLE_S)
+        self._http = httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits)
 
     async def __aenter__(self) -> Self:
         try:

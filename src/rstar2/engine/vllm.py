@@ -201,6 +201,8 @@ class VllmEngine:
 
     async def _wait_for_weights(self, ends: float, deadline_s: float) -> None:
         """Wait while weights are being updated or verified."""
+        if self._open.is_set():
+            return
         try:
             async with asyncio.timeout(max(0.0, ends - time.monotonic())):
                 await self._open.wait()

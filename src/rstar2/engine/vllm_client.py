@@ -1,30 +1,29 @@
 """Typed client of a vLLM server's HTTP interface.
 
-Every call has a deadline (DeadlineError). A server that has ended, answers 5xx or sends an invalid
-response raises EngineError. A 4xx response raises UserError with the server's message, because a
-retry, here or on another engine, would not help.
+Every call has a deadline (`http.EngineHttp`). A server that has ended, answers 5xx or sends an
+invalid response raises EngineError. A 4xx response raises UserError with the server's message,
+because a retry, here or on another engine, would not help.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlencode
 
-import httpx
 import msgspec
 
 from rstar2.engine.checksums import HeldWeights
-from rstar2.engine.http import connections
+from rstar2.engine.http import EngineHttp
 from rstar2.engine.vllm_plugin import HELD_WEIGHTS
 from rstar2.engine.vllm_weights import all_workers
-from rstar2.errors import DeadlineError, EngineError, UserError
+from rstar2.errors import EngineError, UserError
+from rstar2.http_client import Address
 from rstar2.types import Finish, Generation, Sampling, VersionSpan
 
-CONNECT_DEADLINE_S = 10.0
 SHOWN_CHARS = 500
 ADAPTER = "rstar2"
 """Name of the LoRA adapter under training."""
@@ -117,15 +116,14 @@ class VllmClient:
         self.name = name
         self.adapter: str | None = None
         """LoRA adapter that all requests use."""
-        path = None if socket is None else str(socket)
-        self._http = httpx.AsyncClient(
-            base_url=(url or "http://engine").rstrip("/"),
-            transport=httpx.AsyncHTTPTransport(uds=path, limits=connections()),
-            timeout=httpx.Timeout(None, connect=CONNECT_DEADLINE_S),  # reads: see `_ask`
-        )
+        if url is not None:
+            address = Address.parse(url.rstrip("/"), None, "engine.urls")
+        else:
+            address = Address("engine", 80, socket=str(socket))
+        self._http = EngineHttp(name, address)
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._http.close()
 
     async def _ask(
         self,
@@ -133,27 +131,19 @@ class VllmClient:
         path: str,
         deadline_s: float,
         body: Any = None,
+        *,
+        patient: bool = False,
         **query: str,
     ) -> bytes:
         """Send one request; returns the body of a success, or raises the matching error."""
-        content = None if body is None else msgspec.json.encode(body)
-        headers = {} if body is None else {"content-type": "application/json"}
-        try:
-            async with asyncio.timeout(max(0.0, deadline_s)):
-                response = await self._http.request(
-                    method, path, content=content, headers=headers, params=query
-                )
-        except (TimeoutError, httpx.ConnectTimeout) as error:
-            raise DeadlineError(
-                f"{self.name}: {path} was not answered within {deadline_s:g} s"
-            ) from error
-        except httpx.HTTPError as error:
-            raise EngineError(f"{self.name}: {path}: {type(error).__name__} {error}") from error
-        if response.is_success:
-            return response.content
-        text = response.text[:SHOWN_CHARS]
-        message = f"{self.name}: {path} answered {response.status_code}: {text}"
-        raise (UserError if response.is_client_error else EngineError)(message)
+        content = b"" if body is None else msgspec.json.encode(body)
+        target = f"{path}?{urlencode(query)}" if query else path
+        status, answer = await self._http.ask(method, target, content, deadline_s, patient=patient)
+        if 200 <= status < 300:
+            return answer
+        text = answer.decode("utf-8", "replace")[:SHOWN_CHARS]
+        message = f"{self.name}: {path} answered {status}: {text}"
+        raise (UserError if 400 <= status < 500 else EngineError)(message)
 
     def _read(self, data: bytes, kind: type[T]) -> T:
         try:
@@ -195,7 +185,7 @@ class VllmClient:
                 **(extra or {}),
             },
         }
-        data = await self._ask("POST", "/inference/v1/generate", deadline_s, body)
+        data = await self._ask("POST", "/inference/v1/generate", deadline_s, body, patient=True)
         answer = self._read(data, _Generated)
         if len(answer.choices) != 1:
             raise EngineError(f"{self.name}: {len(answer.choices)} continuations for one prompt")
@@ -310,8 +300,9 @@ class VllmClient:
 
     async def forget(self, deadline_s: float) -> None:
         """Drop all KV; running requests recompute theirs."""
-        query = {"reset_running_requests": "true"}
-        data = await self._ask("POST", "/reset_prefix_cache", deadline_s, **query)
+        data = await self._ask(
+            "POST", "/reset_prefix_cache", deadline_s, reset_running_requests="true"
+        )
         if not self._read(data, _Success).success:
             raise EngineError(f"{self.name}: the prefix cache could not be reset")
 

@@ -23,6 +23,7 @@ from rstar2.config import (
     SchedulerConfig,
     TemplateConfig,
 )
+from rstar2.descriptors import raise_descriptor_limit
 from rstar2.engine.base import Engine
 from rstar2.engine.openai import ChatReply, OnText
 from rstar2.environments.base import EnvironmentProtocol, SandboxClient
@@ -230,6 +231,7 @@ async def open_fleet(
     """Start engines with the weights of a directory, behind the scheduler."""
     from rstar2.engine.make import make_engines
 
+    raise_descriptor_limit()
     engines = make_engines(recipe, directory)
 
     async def recover(engine: Engine) -> WeightVersion:

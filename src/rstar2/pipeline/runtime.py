@@ -30,6 +30,7 @@ from rstar2.agent.loop import AgentLoop
 from rstar2.agent.template import Template
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.config import OptimizerConfig, Recipe, SchedulerConfig
+from rstar2.descriptors import raise_descriptor_limit
 from rstar2.engine.base import Engine
 from rstar2.engine.make import make_engines
 from rstar2.environments.base import EnvironmentProtocol
@@ -362,6 +363,7 @@ async def open_runtime(
 
     Without an environment the recipe's own is used.
     """
+    raise_descriptor_limit()
     environment = environment or load_environment(recipe.environment, recipe.template)
     executor = ThreadPoolExecutor(1, thread_name_prefix="learner")
     loop = asyncio.get_running_loop()

@@ -23,6 +23,7 @@ from time import monotonic
 
 from rstar2.engine.base import Engine
 from rstar2.errors import DeadlineError, EngineError, InfrastructureError, UserError
+from rstar2.http_client import LocalResourceError
 from rstar2.rollout.scheduler import Phase, Placement, Scheduler, TurnRequest
 from rstar2.rollout.turn_clocks import TurnClock, TurnClocks
 from rstar2.types import EngineLoad, Finish, Generation, Sampling, WeightVersion
@@ -294,6 +295,8 @@ class Fleet:
         try:
             async with asyncio.timeout(RELEASE_DEADLINE_S):
                 await self.engines[engine].release(session)
+        except LocalResourceError as error:
+            log.info("session %s was not released: %s", session, error)
         except (EngineError, TimeoutError) as error:
             self._engine_lost(engine, EngineError(f"release of {session}: {error!r}"))
 
@@ -371,8 +374,8 @@ class Fleet:
         except EngineError as error:
             self._engine_lost(name, error)
             return
-        except (DeadlineError, TimeoutError):
-            log.info("engine %s did not report its load within %g s", name, LOAD_DEADLINE_S)
+        except (DeadlineError, LocalResourceError, TimeoutError) as error:
+            log.info("engine %s did not report its load: %r", name, error)
             self._clocks.silent(name)
             return
         self._meters[name].report(load)

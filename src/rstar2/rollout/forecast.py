@@ -206,6 +206,8 @@ class KvForecast:
     mean: Array = field(default_factory=lambda: np.zeros(POINTS))
     variance: Array = field(default_factory=lambda: np.zeros(POINTS))
     alive: Array = field(default_factory=lambda: np.zeros(POINTS))
+    now: float = 0.0
+    """The mean of the current interval."""
     peak_mean: float = 0.0
     fullest: int = 0
     """The interval in which the mean is largest."""
@@ -225,6 +227,7 @@ class KvForecast:
         self._find_peak()
 
     def _find_peak(self) -> None:
+        self.now = float(self.mean[0])
         self.fullest = int(self.mean.argmax())
         self.peak_mean = float(self.mean[self.fullest])
         self.work = float(self.mean.sum()) * self.width

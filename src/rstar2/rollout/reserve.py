@@ -113,12 +113,18 @@ class EngineOutlook:
     @property
     def step_s(self) -> float:
         """Seconds of a step with the rollouts that are here now."""
-        return self.speed.seconds(min(float(self.forecast.mean[0]), self.engine.budget.total))
+        return self.speed.seconds(min(self.forecast.now, self.engine.budget.total))
 
     @property
     def drain_s(self) -> float:
         """Seconds until its rollouts are done, if they fill the cache to the end."""
         return self.forecast.work / self.engine.budget.total * self.step_s
+
+    @property
+    def pace(self) -> tuple[float, float]:
+        """`step_s` and `drain_s`, computed together: they are compared for every engine."""
+        step_s = self.step_s
+        return step_s, self.forecast.work / self.engine.budget.total * step_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +333,7 @@ class ReservePolicy:
             for e in state.serving
             if e != home and self._open(state, e, session)
         ]
-        target = min(others, key=lambda o: (o.step_s, o.drain_s), default=None)
+        target = min(others, key=lambda o: o.pace, default=None)
         if target is None:
             return None
         demand = self._demand(session, target)

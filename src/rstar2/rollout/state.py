@@ -216,7 +216,8 @@ class SchedulerState:
 
     @property
     def serving(self) -> list[str]:
-        return [name for name in self.engines if self.serves(name)]
+        version = self.version
+        return [n for n, e in self.engines.items() if e.version == version and not e.draining]
 
     def estimated_completion(self, session: SessionState) -> int:
         """Completion tokens that the session has by now, estimated from the engine's steps."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from rstar2.engine.base import Engine
 from rstar2.errors import DeadlineError, EngineError
+from rstar2.http_client import LocalResourceError
 from rstar2.rollout.fleet import Fleet
 
 log = logging.getLogger(__name__)
@@ -58,13 +59,16 @@ class Watchdog:
         return name in scheduler.engines and scheduler.running(name) > 0
 
     async def _works(self, engine: Engine) -> bool:
-        """Whether the engine can score; a dead engine counts as working (the fleet detects it)."""
+        """Whether the engine can score; a dead engine counts as working (the fleet detects it).
+
+        So does one that this machine cannot ask.
+        """
         try:
             async with asyncio.timeout(self.hang_s / STRIKES):
                 await engine.score(self.probe_ids)
         except (TimeoutError, DeadlineError):
             return False
-        except EngineError as error:
+        except (EngineError, LocalResourceError) as error:
             log.info("engine %s did not score: %s", engine.name, error)
         return True
 

@@ -37,6 +37,7 @@ from rstar2.codeenv.protocol import (
 )
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import InvariantError, UserError
+from rstar2.http_client import LocalResourceError
 from rstar2.types import Outcome, ToolResult
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 5
 """Executions of one call before its infrastructure failure is final."""
 BATCH_BYTES = 8 << 20
+LOCAL_PAUSE_S = 0.2
+"""Pause after this machine could not open a connection."""
 SESSION_LOST = "the session was lost with its server"
 
 
@@ -57,6 +60,8 @@ class Retry(StrEnum):
     INFRASTRUCTURE = "infrastructure"
     QUEUE_FULL = "queue_full"
     SHUTTING_DOWN = "shutting_down"
+    LOCAL = "local"
+    """This machine could not open a connection."""
 
 
 @dataclass(slots=True, eq=False)
@@ -228,6 +233,10 @@ class Dispatcher:
         except TransportError as error:
             endpoint.mark_down(str(error))
             self._retry_all(batch, Retry.LOST, str(error), counts=batch.sent)
+        except LocalResourceError as error:
+            log.warning("no connection to code environment %s: %s", endpoint.url, error)
+            self._hold(endpoint, LOCAL_PAUSE_S)
+            self._retry_all(batch, Retry.LOCAL, str(error), counts=False)
         except TimeoutError:
             log.debug("batch to %s passed the deadlines of all its calls", endpoint.url)
         except InvariantError as error:
@@ -309,7 +318,7 @@ class Dispatcher:
     def _error(self, batch: SentBatch, call: PendingCall, error: wire.WireError) -> None:
         """A call that the server did not execute."""
         if error.code == "queue_full":
-            self._hold(batch.endpoint, error)
+            self._hold(batch.endpoint, error.retry_after_s or 0.1)
             return self._retry(batch, call, Retry.QUEUE_FULL, error.message, counts=False)
         if error.code == "shutting_down":
             batch.endpoint.mark_down(error.message)
@@ -329,10 +338,10 @@ class Dispatcher:
         for call in list(batch.open.values()):
             self._error(batch, call, error)
 
-    def _hold(self, endpoint: ServerEndpoint, error: wire.WireError) -> None:
-        """Send nothing to a server for as long as it asked, then try again."""
+    def _hold(self, endpoint: ServerEndpoint, pause_s: float) -> None:
+        """Send nothing to a server for a while, then try again."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + (error.retry_after_s or 0.1)
+        until = loop.time() + pause_s
         if loop.time() >= endpoint.retry_at:
             loop.call_at(until, self._wake.set)
             endpoint.retry_at = until
@@ -361,7 +370,8 @@ class Dispatcher:
                 call, infrastructure_result(call.request, message, "", call.attempts)
             )
         self.stats.retries[reason] += 1
-        call.avoid = None if reason is Retry.STALE_CONNECTION else batch.endpoint
+        own = (Retry.STALE_CONNECTION, Retry.LOCAL)
+        call.avoid = None if reason in own else batch.endpoint
         if reason is Retry.INFRASTRUCTURE:
             pause_s = min(2.0, 0.05 * 2**call.attempts)
             loop = asyncio.get_running_loop()

@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import resource
 import socket
 from collections.abc import Iterator
 
@@ -26,10 +25,10 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rstar2.codeenv import deadlines
+from rstar2.descriptors import raise_descriptor_limit
 
 log = logging.getLogger(__name__)
 
-MOST_DESCRIPTORS = 65_536
 MAX_HEAD_BYTES = 64 << 10
 BACKLOG = 1024
 
@@ -41,16 +40,6 @@ BUSY_RESPONSE = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
     b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(_BUSY_BODY), _BUSY_BODY)
 )
-
-
-def raise_descriptor_limit() -> int:
-    """Raise the soft limit of open descriptors as far as allowed and useful; return it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        return most
-    return MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
 
 
 def connection_bound(wanted: int) -> int:
