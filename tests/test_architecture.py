@@ -15,7 +15,7 @@ LAYERS = (
     {
         *("types", "errors", "seeds", "machine", "malloc"),
         *("files", "child", "model_config", "extras", "plugins"),
-        *("paper_format", "tasks", "tool_text"),
+        *("paper_format", "tasks", "tool_text", "descriptors", "http_client"),
     },
     {"config", "record", "track"},
     {

@@ -357,9 +357,9 @@ class Lease:
         assert self.connection is not None
         del self.pool.busy[self.connection]
         if error is None and self.connection.reusable:
+            while self.pool.idle and self.pool.idle[0].stale:
+                self.pool.idle.popleft().close()
             self.connection.idle_since = asyncio.get_running_loop().time()
             self.pool.idle.append(self.connection)
-            while self.pool.idle[0].stale:
-                self.pool.idle.popleft().close()
         else:
             self.connection.close()
