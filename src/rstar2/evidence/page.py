@@ -25,6 +25,11 @@ CHARTS = {
     "response_length": "Response length in tokens, by step",
     "entropy": "Entropy of sampled tokens, by step",
 }
+FIGURES = {
+    "roc": "accuracy, tool errors in correct rollouts, length and entropy over steps, RoC and GRPO",
+    "curriculum": "lengths by stage, with short rollouts first and without",
+}
+"""Claims whose curves are figures of the paper."""
 SHARES = ("reward", "failing_calls_in_correct")
 SMOOTH = 3
 
@@ -72,13 +77,32 @@ def index_page(verdicts: Mapping[str, tuple[Claim, Verdict, float]]) -> str:
         lines.append(
             f"| {page} | {verdict.word} | {verdict.cells} of {verdict.total} | {hours:.2f} |"
         )
+    lines += ["", "## The paper's figures", "", *_figures(verdicts)]
     lines += [
+        "",
+        "## Limits",
         "",
         "All runs are at level 2 of the embedded task with a model of half a million parameters. A "
         "verdict holds for that task and model. It says nothing about larger models.",
         "",
     ]
     return "\n".join(lines)
+
+
+def _figures(verdicts: Mapping[str, tuple[Claim, Verdict, float]]) -> list[str]:
+    """Where the curves that the paper shows are, from recorded cells."""
+    lines = ["| figure | page | cells |", "|---|---|---|"]
+    for name, figure in FIGURES.items():
+        if name in verdicts:
+            claim, verdict, _ = verdicts[name]
+            page = f"[{claim.title}]({name}.md#curves)"
+            lines.append(f"| {figure} | {page} | {verdict.cells} of {verdict.total} |")
+    return [
+        *lines,
+        "",
+        "Entropy by class of token comes from recorded rollouts, which cells do not keep: "
+        "[measured on other runs](../experiments/roc-grpo-entropy.md).",
+    ]
 
 
 # --------------------------------------------------------------------------- parts

@@ -22,6 +22,7 @@ from rstar2.problems.arithmetic import (
     COPY_SHARE,
     CURRICULUM_SHARE,
     HELDOUT_SHARE,
+    OPERATIONS,
     RETRY_REASONS,
     answer_text,
     call_text,
@@ -32,7 +33,7 @@ from rstar2.problems.arithmetic import (
 from rstar2.tool_text import tool_text
 from rstar2.types import Conversation, Message, Problem, Split
 
-RETRY_SLIPS = 0.4
+RETRY_SLIPS = 0.2
 """Slips in repeated calls, relative to first calls."""
 MAX_ATTEMPTS = 4
 """SFT text writes clean code at the latest in this call of a step."""
@@ -42,14 +43,8 @@ LENGTHS = {2: 0.8, 3: 0.15, 4: 0.05}
 LARGEST = 9999
 """No output exceeds this: the tiny model miscopies longer numbers."""
 
-CLEAN_FORMS = ("print", "x", "result")
-SLIP_FORMS = {
-    "python2": 0.4,
-    "open_parenthesis": 0.15,
-    "missing_import": 0.15,
-    "wrong_name": 0.15,
-    "wrong_api": 0.15,
-}
+CLEAN_FORM = "print"
+SLIP_FORMS = {"python2": 0.5, "open_parenthesis": 0.3, "missing_import": 0.2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +69,6 @@ FIXES = {
     "unsupported operand": "Print needs parentheses.",  # `print -5 * 2` subtracts from print
     "never closed": "Close the parenthesis.",
     "name 'math'": "Import math.",
-    "name 'y'": "Print x.",
-    "has no attribute": "Use Python.",
 }
 """A part of Python's message, and the reflection on it."""
 
@@ -207,9 +200,11 @@ def _write_calls(
     reason = STEP_KINDS[operation].wording.format(b=b)
     for attempt in range(MAX_ATTEMPTS):
         share = text.slips * RETRY_SLIPS if attempt else text.slips
-        form = rng.choice(CLEAN_FORMS)
+        form = CLEAN_FORM
         if rng.random() < share and attempt < MAX_ATTEMPTS - 1:
             form = rng.choices(list(SLIP_FORMS), list(SLIP_FORMS.values()))[0]
+            if form == "missing_import" and not OPERATIONS[operation].imports:
+                form = "python2"
         code = write_code(operation, form, a, b)
         result = run_trusted(code)
         messages += (
