@@ -37,7 +37,7 @@ def claim_file(**changes: object) -> dict[str, object]:
         "seeds": 4,
         "sft_seeds": 2,
         "arms": {
-            "grpo": {"title": "g", "set": ["rl.roc.variant=none", "rl.roc.drawn=8"]},
+            "grpo": {"title": "g", "set": ["rl.roc.variant=none", "rl.roc.drawn=6"]},
             "roc": {"title": "r"},
         },
         "metrics": {"reward": {"title": "reward", "column": "reward"}},

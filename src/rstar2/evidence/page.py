@@ -95,7 +95,7 @@ def _figures(verdicts: Mapping[str, tuple[Claim, Verdict, float]]) -> list[str]:
     for name, figure in FIGURES.items():
         if name in verdicts:
             claim, verdict, _ = verdicts[name]
-            page = f"[{claim.title}]({name}.md#curves)"
+            page = f"[{claim.title}]({name}.md)"
             lines.append(f"| {figure} | {page} | {verdict.cells} of {verdict.total} |")
     return [
         *lines,
