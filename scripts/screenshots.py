@@ -99,6 +99,7 @@ def choose(url: str) -> dict[str, str]:
         "classes": f"{rollout}?tab=tokens&color=class",
         "search": f"{at}/rollouts?outcome=failed&reward=1",
         "timeline": f"{at}/timeline/{quote(stage)}/{step}",
+        "compare": f"/compare?a={run}&b={run}",
     }
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rstar2.config import Recipe, RlConfig, StageConfig
+from rstar2.evaluate.metrics import summarise
 from rstar2.record import RunDirectory
 from rstar2.types import (
     Choice,
@@ -90,6 +92,25 @@ def write_plain(path: Path, steps: int) -> Path:
     with RunDirectory.create_or_resume(path, recipe()) as run:
         for step in range(1, steps + 1):
             write_step(run, step)
+    return path
+
+
+def write_evaluated(path: Path, rewards: Mapping[str, Mapping[str, Sequence[float]]]) -> Path:
+    """A finished run that evaluated problems, by stage: the rewards of each problem's rollouts."""
+    with RunDirectory.create_or_resume(path, recipe()) as run:
+        write_step(run, 1)
+        for step, (stage, problems) in enumerate(rewards.items()):
+            groups = []
+            for number, (name, values) in enumerate(problems.items()):
+                id = f"eval-{stage}-sampled/{step}/{number}"
+                members = tuple(rollout(id, m, value > 0.5) for m, value in enumerate(values))
+                kind = name.rstrip("0123456789")
+                groups.append(
+                    Group(id, Problem(name, f"Solve {name}", "4", kind=kind), step, members)
+                )
+                run.trajectories(f"eval-{stage}-sampled", step, groups[-1], None)
+            run.evaluation(summarise(groups, stage=stage, step=step, mode="sampled", wall_s=1.0))
+        run.event("finished")
     return path
 
 

@@ -64,18 +64,28 @@ def paired(first: BenchmarkScore, second: BenchmarkScore) -> Paired:
     pairs = [(row, theirs[row.id]) for row in first.problems if row.id in theirs]
     if not pairs:
         raise UserError(f"{first.benchmark}: A and B answered no problem in common")
-    means = [(a.mean_reward, b.mean_reward) for a, b in pairs]
-    differences = [b - a for a, b in means]
+    return paired_values(
+        first.benchmark,
+        [(a.mean_reward, b.mean_reward) for a, b in pairs],
+        [(a.mean_tokens, b.mean_tokens) for a, b in pairs],
+    )
+
+
+def paired_values(
+    benchmark: str, rewards: Sequence[tuple[float, float]], tokens: Sequence[tuple[float, float]]
+) -> Paired:
+    """The paired test on the mean reward and the mean tokens of A and B for each problem."""
+    differences = [b - a for a, b in rewards]
     return Paired(
-        benchmark=first.benchmark,
-        problems=len(pairs),
-        first=math.fsum(a for a, _ in means) / len(pairs),
-        second=math.fsum(b for _, b in means) / len(pairs),
+        benchmark=benchmark,
+        problems=len(rewards),
+        first=math.fsum(a for a, _ in rewards) / len(rewards),
+        second=math.fsum(b for _, b in rewards) / len(rewards),
         difference=bootstrap(differences),
         p=sign_flip_p(differences),
         better=sum(d > 0 for d in differences),
         worse=sum(d < 0 for d in differences),
-        tokens=bootstrap([b.mean_tokens - a.mean_tokens for a, b in pairs]),
+        tokens=bootstrap([b - a for a, b in tokens]),
     )
 
 

@@ -47,10 +47,10 @@ def head(run: ViewedRun) -> dict[str, Any]:
         "failing": _last(rl, "failing_calls_in_correct"),
         "length": _last(rl, "response_length"),
         "busy_s": busy_seconds(
-            run.metrics.values, ((e["stage"], e.get("wall_s")) for e in _evaluations(run))
+            run.metrics.values, ((e["stage"], e.get("wall_s")) for e in evaluations(run))
         ),
         "updated": max(times, default=None),
-        "evaluations": [_evaluation(e, run.recipe) for e in _evaluations(run)],
+        "evaluations": [_evaluation(e, run.recipe) for e in evaluations(run)],
         "rollouts": run.catalog.rollout_count(),
     }
 
@@ -124,7 +124,7 @@ def step_metrics(run: ViewedRun, stage: str, step: int) -> dict[str, Any]:
 # --------------------------------------------------------------------------- parts
 
 
-def _evaluations(run: ViewedRun) -> list[dict[str, Any]]:
+def evaluations(run: ViewedRun) -> list[dict[str, Any]]:
     """In the order of stages, the last one for each stage and mode."""
     order = ["base", "sft", *run.stage_names]
     known = {

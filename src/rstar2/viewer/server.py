@@ -74,22 +74,14 @@ def viewer_app(runs: Mapping[str, ViewedRun]) -> Starlette:
         return _json([_locked(run, overview.head) for run in runs.values()])
 
     def find_run(request: Request) -> ViewedRun:
-        name = request.path_params["name"]
-        if name not in runs:
-            raise NotRecordedError(f"no run {name!r} was opened; there are: {', '.join(runs)}")
-        return runs[name]
-
-    def readable(run: ViewedRun) -> ViewedRun:
-        if run.trouble:
-            raise HTTPException(409, run.trouble)
-        return run
+        return _run_named(request.path_params["name"], runs)
 
     def summary(request: Request) -> Response:
         return _json(_locked(find_run(request), overview.overview))
 
     def json_of(endpoint: RunEndpoint) -> Callable[[Request], Response]:
         def answer(request: Request) -> Response:
-            run = readable(find_run(request))
+            run = _readable(find_run(request))
             return _json(_locked(run, lambda r: endpoint(r, request.query_params)))
 
         return answer
@@ -98,7 +90,7 @@ def viewer_app(runs: Mapping[str, ViewedRun]) -> Starlette:
         make: Callable[[ViewedRun, str, int], bytes], media_type: str, suffix: str
     ) -> Callable[[Request], Response]:
         def answer(request: Request) -> Response:
-            run, asked = readable(find_run(request)), request.query_params
+            run, asked = _readable(find_run(request)), request.query_params
             stage, step = asked.get("stage", ""), _number(asked, "step")
             body = _locked(run, lambda r: make(r, stage, step))
             disposition = f'attachment; filename="{_file_name(run.name, stage, step)}{suffix}"'
@@ -120,6 +112,7 @@ def viewer_app(runs: Mapping[str, ViewedRun]) -> Starlette:
     api = [
         Route("/pulse", _in_thread(versions)),
         Route("/runs", _in_thread(summaries)),
+        Route("/compare", _in_thread(lambda request: _comparison(request, runs))),
         run_route("run", summary),
         *(run_route(name, json_of(endpoint)) for name, endpoint in ENDPOINTS.items()),
         run_route("trace", trace),
@@ -141,6 +134,28 @@ def viewer_app(runs: Mapping[str, ViewedRun]) -> Starlette:
             TimeoutError: lambda *_: _error(504, f"no answer within {REQUEST_S:g} s"),
         },
     )
+
+
+def _run_named(name: str, runs: Mapping[str, ViewedRun]) -> ViewedRun:
+    if name not in runs:
+        raise NotRecordedError(f"no run {name!r} was opened; there are: {', '.join(runs)}")
+    return runs[name]
+
+
+def _readable(run: ViewedRun) -> ViewedRun:
+    if run.trouble:
+        raise HTTPException(409, run.trouble)
+    return run
+
+
+def _comparison(request: Request, runs: Mapping[str, ViewedRun]) -> Response:
+    """Two evaluations, of the runs `a` and `b` after their stages `sa` and `sb`."""
+    from rstar2.viewer.compare import compare_runs  # imports evaluate, which opening does not need
+
+    asked = request.query_params
+    first, second = (_readable(_run_named(asked.get(side, ""), runs)) for side in ("a", "b"))
+    stages = (asked.get("sa", ""), asked.get("sb", ""))
+    return _json(compare_runs(first, second, stages, asked.get("mode", "")))
 
 
 ENDPOINTS: dict[str, RunEndpoint] = {

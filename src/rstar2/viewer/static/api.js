@@ -22,6 +22,7 @@ const queryOf = (query) => {
 /** Addresses of the page's own views; every one can be shared. */
 export const at = {
   runs: () => "/",
+  compare: (query) => `/compare${queryOf(query)}`,
   run: (run, hash = "") => `/run/${encodeURIComponent(run)}${hash}`,
   step: (run, stage, step, query) => `/run/${encodeURIComponent(run)}/step/${encodeURIComponent(stage)}/${step}${queryOf(query)}`,
   timeline: (run, stage, step, query) => `/run/${encodeURIComponent(run)}/timeline/${encodeURIComponent(stage)}/${step}${queryOf(query)}`,

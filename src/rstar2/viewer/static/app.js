@@ -3,6 +3,7 @@
 import { focusAgain, focusedIn, h, hideTip } from "/static/dom.js";
 import { at, get } from "/static/api.js";
 import * as runs from "/static/runs.js";
+import * as compare from "/static/compare.js";
 import * as run from "/static/run.js";
 import * as step from "/static/step.js";
 import * as group from "/static/group.js";
@@ -17,6 +18,7 @@ const PULSE_MS = 1500;
 function parse(url) {
   const parts = url.pathname.split("/").filter(Boolean).map(decodeURIComponent);
   const query = Object.fromEntries(url.searchParams);
+  if (parts[0] === "compare") return { view: compare, params: {}, query };
   if (parts[0] !== "run" || parts.length < 2) return { view: runs, params: {}, query };
   const [, name, what, ...rest] = parts;
   const params = { run: name };

@@ -44,7 +44,8 @@ function head(run, about) {
     h("h1", null, run),
     h("p.lead", null, status(about.status), ` ${about.recipe} · seed ${about.seed} · model ${about.model} · ${seconds(about.busy_s)} of training and evaluation`,
       about.status === "running" ? `${now} · last step ${ago(about.updated)}` : ""),
-    h("p.actions", null, h("a.button", { href: at.rollouts(run) }, `Search ${plural(about.rollouts, "rollout")}`)));
+    h("p.actions", null, h("a.button", { href: at.rollouts(run) }, `Search ${plural(about.rollouts, "rollout")}`),
+      about.evaluations.length > 1 && [" ", h("a.button", { href: at.compare({ a: run, b: run }) }, "Compare before and after RL")]));
 }
 
 function tiles(about) {

@@ -6,7 +6,7 @@ import { ago, number, percent, seconds, whole } from "/static/format.js";
 import { figure, spark } from "/static/chart.js";
 import { status } from "/static/parts.js";
 
-const COMPARED = [
+export const COMPARED = [
   ["reward", "Reward", "Mean reward of all rollouts of a step.", percent, [0, 1]],
   ["failing_calls_in_correct", "Tool-error rate in correct rollouts", "Failed tool calls as a share of all tool calls.", percent, [0, 0.1]],
   ["response_length", "Response length", "Tokens, tool output included.", number, null],
@@ -20,21 +20,29 @@ export async function load(_, query, context) {
   const curves = new Map();
   await Promise.all(heads.filter((r) => !r.trouble).map(async (r) => curves.set(r.name, await get("curves", r.name))));
   if (heads.length === 1 && query.all === undefined) { await context.go(at.run(heads[0].name), { replace: true }); }
-  const node = h("section", null, ...view(heads, curves));
+  const node = h("section", null, ...view(heads, curves, context));
   return {
     title: "runs", node, crumbs: [["runs", null]], running: heads.some((r) => r.status === "running"),
     async update() { const again = await load(_, { all: "" }, context); redraw(node, [...again.node.childNodes]); },
   };
 }
 
-function view(heads, curves) {
+/** Two runs to compare side by side. */
+function chooser(runs, context) {
+  if (runs.length < 2) return null;
+  const select = (name, label, chosen) => h("select", { name, "aria-label": label }, runs.map((r, i) => h("option", { value: r.name, selected: i === chosen }, r.name)));
+  return h("form.chooser", { onsubmit: (e) => { e.preventDefault(); const { a, b } = e.target.elements; context.go(at.compare({ a: a.value, b: b.value })); } },
+    select("a", "first run", 0), " and ", select("b", "second run", 1), h("button.button", null, "Compare side by side"));
+}
+
+function view(heads, curves, context) {
   return [
     h("h1", null, heads.length === 1 ? "One run" : `${heads.length} runs`),
     h("div.scroll", null, h("table.runs", null,
       h("thead", null, h("tr", null, ["run", "status", "recipe", "seed", "RL steps", "reward", "trend", "accuracy, first → last", "tool-error rate in correct rollouts", "mean length", "time", "last step"].map((t) => h(t === "recipe" ? "th.left" : "th", null, t)))),
       h("tbody", null, heads.map((r) => row(r, curves.get(r.name)))))),
     ...heads.filter((r) => r.trouble).map((r) => h("p.notice.bad", { role: "alert" }, h("b", null, r.name), `: ${r.trouble}`)),
-    h("h2", null, "Comparison"),
+    h("div.row", null, h("h2", null, "Comparison"), chooser(heads.filter((r) => !r.trouble && r.evaluations.length), context)),
     h("div.grid2", null, COMPARED.map(([metric, title, note, format, range]) => figure(heads.filter((r) => curves.has(r.name)).map((r, i) => line(r, curves.get(r.name), metric, i)), { title, note, format, range, xName: "RL step" }))),
     compared(heads),
   ];
