@@ -49,6 +49,25 @@ def test_a_tag_is_recognised_wherever_the_stream_is_cut(cut: int) -> None:
     assert styled(pieces) == styled(whole)
 
 
+CALL = {"name": "python", "arguments": {"code": "x = 6\nprint(x * 7)\n", "input": ""}}
+
+
+@given(st.integers(0, 90))
+def test_a_tool_call_is_shown_as_its_program(cut: int) -> None:
+    text = f"<reason>so</reason>\n<tool_call>\n{json.dumps(CALL)}\n</tool_call>"
+    shown = "<reason>so</reason>\n<tool_call>\nx = 6\nprint(x * 7)\n</tool_call>\n"
+    assert paint([text[:cut], text[cut:]], colour=False) == shown
+    coloured = paint([text[:cut], text[cut:]], colour=True)
+    assert "".join(character for character, _ in styled(coloured)) == shown
+
+
+@pytest.mark.parametrize("call", ["{not JSON", '{"name": "f", "arguments": {"x": 1}}', "[]"])
+def test_other_calls_are_shown_as_they_are(call: str) -> None:
+    text = f"<tool_call>\n{call}\n</tool_call>"
+    assert paint([text], colour=False) == text + "\n"
+    assert paint([text[:-3]], colour=False) == text[:-3] + "\n"  # cut off: nothing is lost
+
+
 def styled(text: str) -> list[tuple[str, str]]:
     """Every visible character with its style, whatever the runs are."""
     characters: list[tuple[str, str]] = []

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import re
+
 import pytest
+from rich.console import Console
 
 from rstar2.entropy.classes import Token
-from rstar2.entropy.report import tables
-from rstar2.entropy.table import analyse
+from rstar2.entropy.show import entropy_tables
+from rstar2.entropy.table import Analysis, analyse
 
 
 def token(piece: str, kind: str, entropy: float, top: bool = False, turn: int = 0) -> Token:
@@ -76,11 +80,18 @@ def test_second_looks_are_counted_against_their_base() -> None:
 def test_nothing_is_no_error() -> None:
     analysis = analyse("none", [])
     assert (analysis.trajectories, analysis.tokens, analysis.entropy) == (0, 0, 0.0)
-    assert "| none | 0 |" in tables([analysis])
+    assert re.search(r"^ *none +0 +0 ", shown([analysis]), re.MULTILINE)
 
 
-def test_tables_keep_markdown_whole() -> None:
-    nasty = [token("a|b`c\n", "reasoning", 2.0, top=True), token("d", "reasoning", 0.1)]
-    text = tables([analyse("x", [nasty])])
-    assert "`a¦b'c⏎d`" in text
-    assert all(line.count("|") in (4, 7, 8) for line in text.splitlines() if line)
+def test_tables_show_text_as_it_is_within_80_columns() -> None:
+    nasty = [token("[b]a|b\n", "reasoning", 2.0, top=True), token("d", "reasoning", 0.1)]
+    text = shown([analyse("a-run-with-a-long-name stage1", [nasty] * 3)])
+    assert "“[b]a|b⏎d” 3" in text
+    assert "reasoning" in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def shown(analyses: list[Analysis]) -> str:
+    out = io.StringIO()
+    Console(file=out, width=80, markup=False).print(entropy_tables(analyses))
+    return out.getvalue()

@@ -219,4 +219,5 @@ def test_the_plans_in_the_docs_are_current(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     for command, text in shown:
         printed = CliRunner().invoke(app, command.split()).stdout
+        assert all(len(line) <= 80 for line in printed.splitlines()), command
         assert printed.partition("assumptions (change")[0].rstrip() == text.rstrip(), command

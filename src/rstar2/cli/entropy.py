@@ -62,8 +62,10 @@ def entropy(
     Prints tables and writes a page with tables, curves, n-grams and coloured rollouts.
     """
     import msgspec
+    from rich.console import Console
 
-    from rstar2.entropy.report import tables, write_page
+    from rstar2.entropy.report import write_page
+    from rstar2.entropy.show import entropy_tables
 
     folder = out or _folder(targets)
     _check_writable(folder)
@@ -89,7 +91,10 @@ def entropy(
         write_page(folder / "entropy.html", analyses, course, heats)
     except OSError as error:
         raise UserError(f"{folder} {NOT_WRITABLE} ({error.strerror})") from error
-    typer.echo(document.decode() if json else tables(analyses, course))
+    if json:
+        typer.echo(document.decode())
+    else:
+        Console(highlight=False, markup=False).print(entropy_tables(analyses, course))
     typer.echo(f"written to {folder}: entropy.html, entropy.json", err=True)
 
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rstar2.cli.waiting import start_of_line, waiting
 from rstar2.errors import UserError
+from rstar2.report.summary import duration
 
 if TYPE_CHECKING:
     from rstar2.rollout.simulate.compare import PolicyResult, TargetCheck
     from rstar2.rollout.simulate.workload import EngineCrash, Workload, WorkloadShape
 
+ROLLOUT_S = 0.002
+"""CPU seconds to simulate one rollout, as measured with stage2; the estimate before the first."""
 ABOUT = """
 An RL step runs hundreds of groups of rollouts. Their lengths differ widely, and they pause for
 tool calls. The scheduler decides how long the step takes: with too many rollouts an engine's KV
@@ -151,7 +156,10 @@ def simulate(
     else:
         shapes = _with_crashes(_chosen_shapes(shapes_of(suite, seed), workloads), crashes)
         cases = cases_of(shapes, chosen, range(seed, seed + seeds), scale, cold, tuned=bool(suite))
-        measured = run_cases(cases, jobs=jobs, done=_progress, file=results)
+        sizes = [case.shape.problems * case.shape.group * scale for case in cases]
+        progress = SimulationProgress(sizes, jobs)
+        with waiting(progress.line):
+            measured = run_cases(cases, jobs=jobs, done=progress.done, file=results)
         if timeline is not None:
             for shape in shapes:
                 _write_timelines(draw_workload(shape, seed, scale=scale), chosen, timeline)
@@ -235,10 +243,47 @@ def _known(what: str, given: tuple[str, ...], valid: tuple[str, ...]) -> None:
             raise UserError(f"there is no {what} {name!r}: {hint}")
 
 
-def _progress(result: PolicyResult, done: int, total: int) -> None:
-    typer.echo(
-        f"[{done}/{total}] {result.workload} {result.policy}: {result.makespan_s:.1f} s", err=True
-    )
+class SimulationProgress:
+    """Says at once how long the simulations will take, and what is left after each."""
+
+    def __init__(self, rollouts: list[float], jobs: int = 1) -> None:
+        self._rollouts, self._finished, self._skipped = rollouts, 0, 0
+        self._started = monotonic()
+        self._expected_s = sum(rollouts) * ROLLOUT_S / jobs
+        parallel = f" on {jobs} processes" if jobs > 1 else ""
+        count = len(rollouts)
+        typer.echo(
+            f"{count} simulation{'s' if count > 1 else ''}{parallel}, about "
+            f"{duration(self._expected_s)}",
+            err=True,
+        )
+
+    def left_s(self) -> float:
+        """Seconds that are left, from the time of the finished ones, else from `ROLLOUT_S`."""
+        done = sum(self._rollouts[self._skipped : self._finished])
+        elapsed = monotonic() - self._started
+        if not done:
+            return max(0.0, self._expected_s - elapsed)
+        return elapsed / done * sum(self._rollouts[self._finished :])
+
+    def line(self) -> str:
+        """The progress as one line."""
+        return (
+            f"{self._finished} of {len(self._rollouts)} simulations done, about "
+            f"{duration(self.left_s())} left"
+        )
+
+    def done(self, result: PolicyResult, number: int, total: int) -> None:
+        """The `number`-th result of `total`; those in a file of results come without a call."""
+        if not self._finished:
+            self._skipped = number - 1
+        self._finished = number
+        left = f", about {duration(self.left_s())} left" if number < total else ""
+        typer.echo(
+            f"{start_of_line()}[{number}/{total}] {result.workload} {result.policy}: "
+            f"{result.makespan_s:.1f} s{left}",
+            err=True,
+        )
 
 
 def _own(
@@ -302,10 +347,12 @@ def _simulate_own(
 
     before = replace(workload, crashes=())
     results = []
-    for policy in policies:
-        config = SchedulerConfig.model_validate({"policy": policy})
-        results.append(measure(workload, config, before=before))
-        _progress(results[-1], len(results), len(policies))
+    progress = SimulationProgress([float(len(workload.rollouts))] * len(policies))
+    with waiting(progress.line):
+        for policy in policies:
+            config = SchedulerConfig.model_validate({"policy": policy})
+            results.append(measure(workload, config, before=before))
+            progress.done(results[-1], len(results), len(policies))
     if timeline is not None:
         _write_timelines(workload, policies, timeline)
     return results

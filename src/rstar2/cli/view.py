@@ -9,16 +9,22 @@ from typing import Annotated
 
 import typer
 
+from rstar2.cli.waiting import waiting
 from rstar2.errors import UserError
 
 DEFAULT_PORT = 8765
+DEFAULT_RUNS = Path("runs")
 
 
 def view(
     runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN...", help="Run directories, or directories that contain them."),
-    ],
+        list[Path] | None,
+        typer.Argument(
+            metavar="RUN...",
+            help="Run directories, or directories that contain them. The default is runs/.",
+            show_default=False,
+        ),
+    ] = None,
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen on; 0 chooses a free one.")
     ] = DEFAULT_PORT,
@@ -28,10 +34,17 @@ def view(
 
     Serves on this machine only and never writes into a run. Ctrl-C stops it.
     """
-    from rstar2.viewer.run import open_runs
-    from rstar2.viewer.server import serve
+    with waiting("loading the viewer"):
+        from rstar2.viewer.run import open_runs
+        from rstar2.viewer.server import serve
 
-    directories = [directory for path in runs for directory in run_directories(path)]
+    given = runs or [DEFAULT_RUNS]
+    if not runs and not DEFAULT_RUNS.is_dir():
+        raise UserError(
+            f"there is no {DEFAULT_RUNS}/ here: give run directories, or make a run with "
+            "`rstar2 quickstart`"
+        )
+    directories = [directory for path in given for directory in run_directories(path)]
 
     def ready(url: str) -> None:
         typer.echo(url)

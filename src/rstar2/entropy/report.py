@@ -1,11 +1,11 @@
-"""An entropy analysis as Markdown tables and as entropy.html: tables, curves over training, and
-rollouts with their tokens coloured by entropy. The page is self-contained, and the template escapes
+"""An entropy analysis as entropy.html: tables, curves over training, and rollouts with their tokens
+coloured by entropy. The page is self-contained, and the template escapes
 all text of a run (autoescape).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,6 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 LEVELS = 12
 """Levels of the heat scale: CSS classes, instead of a style per token, keep pages small."""
 NAMES = {"after_ok": "after ok", "after_error": "after error"}
-SHOWN_GRAMS = 6
 FIGURES: tuple[tuple[str, str, Callable[[ClassRow], float | None], Callable[[float], str]], ...] = (
     ("Entropy by class", "Nats per token.", lambda row: row.entropy, svg.number),
     (
@@ -115,72 +114,6 @@ def figures(course: Sequence[Point]) -> list[tuple[str, str, Markup, tuple[tuple
     return charts
 
 
-# --------------------------------------------------------------------------- tables
-
-
-def tables(analyses: Sequence[Analysis], course: Sequence[Point] = ()) -> str:
-    """All tables, one below the other."""
-    parts = [overall(analyses), classes(analyses)]
-    if course:
-        parts.append(over_training(course))
-    return "\n\n".join("\n".join(part) for part in (*parts, grams(analyses))) + "\n"
-
-
-def overall(analyses: Iterable[Analysis]) -> Iterator[str]:
-    """One row per sample."""
-    yield (
-        "| sample | rollouts | tokens | entropy | threshold of top 20% | "
-        "reconsidering words, top 20% / all |"
-    )
-    yield "|---|---|---|---|---|---|"
-    for a in analyses:
-        yield (
-            f"| {a.label} | {a.trajectories} | {a.tokens} | {a.entropy:.4f} | {a.cut:.3f} | "
-            f"{share(a.markers)} / {share(a.markers_base)} |"
-        )
-
-
-def classes(analyses: Iterable[Analysis]) -> Iterator[str]:
-    """One row per sample and class that occurs."""
-    yield (
-        "| sample | class | share of tokens | entropy (95%) | share of entropy | "
-        "share of top 20% | top 20% rate |"
-    )
-    yield "|---|---|---|---|---|---|---|"
-    for a in analyses:
-        for row in a.rows:
-            if row.tokens:
-                yield (
-                    f"| {a.label} | {class_name(row.name)} | {share(row.share)} | "
-                    f"{interval(row)} | {share(row.entropy_share)} | {share(row.top_share)} | "
-                    f"{share(row.top_rate)} |"
-                )
-
-
-def over_training(points: Iterable[Point]) -> Iterator[str]:
-    """One row per analysed step: entropy of each class, and its share of the top 20%."""
-    names = " | ".join(class_name(kind) for kind in CLASSES)
-    yield f"| step | entropy | {names} | top 20%: {names.replace(' | ', ', ')} |"
-    yield "|---|---|" + "---|" * (len(CLASSES) + 1)
-    for point in points:
-        a = point.analysis
-        values = " | ".join("–" if r.entropy is None else f"{r.entropy:.3f}" for r in a.rows)
-        tops = ", ".join(f"{100 * r.top_share:.0f}%" for r in a.rows)
-        yield f"| {point.stage} {point.step} | {a.entropy:.4f} | {values} | {tops} |"
-
-
-def grams(analyses: Iterable[Analysis], length: int = 2) -> Iterator[str]:
-    """The most frequent n-grams that begin at a high-entropy token, by class."""
-    yield f"| sample | class | most frequent {length}-grams that begin at a high-entropy token |"
-    yield "|---|---|---|"
-    for a in analyses:
-        for kind in CLASSES:
-            most = a.grams.get(kind, {}).get(length, ())[:SHOWN_GRAMS]
-            if most:
-                words = ", ".join(f"`{quoted(g.text)}` {g.count}" for g in most)
-                yield f"| {a.label} | {class_name(kind)} | {words} |"
-
-
 def class_name(kind: str) -> str:
     return NAMES.get(kind, kind)
 
@@ -195,8 +128,3 @@ def interval(row: ClassRow) -> str:
     if row.low is None or row.high is None:
         return f"{row.entropy:.4f}"
     return f"{row.entropy:.4f} ({row.low:.3f}–{row.high:.3f})"
-
-
-def quoted(text: str) -> str:
-    """An n-gram on one line, without characters that have a meaning in Markdown."""
-    return text.replace("\n", "⏎").replace("|", "¦").replace("`", "'")

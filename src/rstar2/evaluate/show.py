@@ -21,6 +21,7 @@ from rstar2.evaluate.compare import Paired
 from rstar2.evaluate.scores import BenchmarkScore, GradedAnswer
 from rstar2.evaluate.store import EvalResults
 from rstar2.report.table import accuracy, clock, plain_table, share
+from rstar2.types import Estimate
 
 LINES = 10
 """Progress lines printed if stderr is not a terminal."""
@@ -67,41 +68,46 @@ class AnswerProgress:
 
 
 def score_table(results: EvalResults) -> Group:
-    """One row per benchmark, then stop reasons and tool-call outcomes."""
-    settings = results.settings
+    """Accuracy per benchmark, then how it was reached; both fit 80 columns."""
+    settings, scores = results.settings, list(results.scores.values())
     k = settings.samples
-    table = plain_table(
+    names = ["problems", f"avg@{k}", *([f"maj@{k}", f"pass@{k}"] if k > 1 else []), "time"]
+    accuracies = _table(
         f"{settings.model}: {k} answer{'s' if k > 1 else ''} per problem, temperature "
-        f"{settings.temperature:g}, {settings.max_length} tokens, {settings.max_turns} turns"
+        f"{settings.temperature:g}, {settings.max_length} tokens, {settings.max_turns} turns",
+        names,
     )
-    table.add_column("set", no_wrap=True)
-    names = ["problems", f"avg@{k}", *([f"maj@{k}", f"pass@{k}"] if k > 1 else [])]
-    names += [
-        "tokens",
-        "turns",
-        "calls",
-        "tool\nerrors",
-        "tool errors\nin correct",
-        "truncated",
-        "time",
-    ]
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    for score in results.scores.values():
+    for score in scores:
         more = (score.majority, score.passes[str(k)]) if k > 1 else ()
-        table.add_row(
+        accuracies.add_row(
             Text(score.benchmark, style="bold"),
             str(score.average.count),
             *(accuracy(e) if e.count else Text("-") for e in (score.average, *more)),
+            clock(score.wall_s),
+        )
+    names = ["tokens", "turns", "calls", "tool\nerrors", "tool errors\nin correct", "truncated"]
+    rollouts = _table("", names)
+    for score in scores:
+        rollouts.add_row(
+            Text(score.benchmark, style="bold"),
             f"{score.tokens.mean:.0f}",
             f"{score.mean_turns:.2f}",
             f"{score.calls:.2f}",
             share(score.tool_errors),
             share(score.failing_calls_in_correct),
             share(score.truncated),
-            clock(score.wall_s),
         )
-    return Group(table, *(Text(_details(score), style="dim") for score in results.scores.values()))
+    details = (Text(_details(score), style="dim") for score in scores)
+    return Group(accuracies, rollouts, *details)
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    """An empty table with one row per benchmark."""
+    table = plain_table(title)
+    table.add_column("set", overflow="fold")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 def _details(score: BenchmarkScore) -> str:
@@ -120,21 +126,26 @@ def _counts(name: str, counts: Mapping[str, int]) -> str:
 
 def compare_table(first: EvalResults, second: EvalResults, rows: Sequence[Paired]) -> Table:
     """B compared with A, one row per benchmark."""
-    table = plain_table(f"A: {first.settings.model}   B: {second.settings.model}")
-    table.add_column("set", no_wrap=True)
-    for name in ("problems", "A", "B", "B - A", "p", "better", "worse", "tokens"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table(
+        f"A: {first.settings.model}   B: {second.settings.model}",
+        ("problems", "A", "B", "B - A", "p", "better", "worse", "tokens"),
+    )
     for row in rows:
         table.add_row(
             Text(row.benchmark, style="bold"),
             str(row.problems),
             f"{row.first:.1%}",
             f"{row.second:.1%}",
-            f"{100 * row.difference.mean:+.1f} ({100 * row.difference.low:+.1f} to "
-            f"{100 * row.difference.high:+.1f})",
+            _difference(row.difference),
             f"{row.p:.3f}" if row.p >= 0.001 else "<0.001",
             str(row.better),
             str(row.worse),
             f"{row.tokens.mean:+.0f}",
         )
     return table
+
+
+def _difference(estimate: Estimate) -> Text:
+    """Percentage points with their interval."""
+    bounds = f" {100 * estimate.low:+.1f} to {100 * estimate.high:+.1f}"
+    return Text(f"{100 * estimate.mean:+.1f}", style="bold").append(bounds, style="dim not bold")

@@ -1,12 +1,22 @@
-"""A plan as text."""
+"""A plan as text, in 80 columns."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from dataclasses import fields
 
 from rstar2.plan.estimate import WRITE_HINT, MemoryFit, Plan
 from rstar2.plan.workload import Assumptions
+
+WIDTH = 80
+
+
+def _wrapped(text: str, indent: str = "") -> Iterator[str]:
+    """Lines of at most 80 columns; all but the first are indented by two more spaces."""
+    yield from textwrap.wrap(
+        text, WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ", break_on_hyphens=False
+    )
 
 
 def render(plan: Plan, others: dict[str, float]) -> str:
@@ -18,17 +28,17 @@ def _head(plan: Plan) -> Iterator[str]:
     cluster, layout = plan.cluster, plan.layout
     where = "sharing GPUs" if layout.colocated else "on separate GPUs"
     yield f"{plan.recipe}: {plan.model}, {plan.shape.parameters / 1e9:.2f}B parameters"
-    yield (
+    yield from _wrapped(
         f"on {cluster.gpus} x {cluster.gpu.name} ({cluster.nodes} node(s), {cluster.cores} cores): "
         f"{layout.engines} engine(s) of {layout.tensor_parallel} GPU(s), {layout.ranks} learner "
         f"rank(s), {where}"
     )
     yield ""
     for problem in plan.problems:
-        yield f"PROBLEM: {problem}"
+        yield from _wrapped(f"PROBLEM: {problem}")
     unused = cluster.gpus - layout.gpus
     if unused > 0:
-        yield (
+        yield from _wrapped(
             f"note: the recipe uses {layout.gpus} of {cluster.gpus} GPUs; {WRITE_HINT} for all "
             "of them"
         )
@@ -39,13 +49,13 @@ def _head(plan: Plan) -> Iterator[str]:
 def _memory(plan: Plan) -> Iterator[str]:
     yield "memory per GPU, GB"
     for name, fit in (("generating", plan.engine), ("learning", plan.learner)):
-        yield f"  {name:<12} {fit.total:7.1f} of {fit.limit:.1f}   {_parts(fit)}"
+        yield f"  {name:<12} {fit.total:7.1f} of {fit.limit:.1f}"
+        yield from _wrapped(_parts(fit), "    ")
     yield f"  each engine's KV cache holds {plan.kv_tokens:,} tokens"
     if plan.layout.colocated and plan.engine.fits:
-        yield (
-            "  an engine keeps its memory while the learner works: it gets "
-            f"{max(0.05, plan.engine_share - 0.005):.2f} of the GPU (engine.gpu_memory_share)"
-        )
+        share = max(0.05, plan.engine_share - 0.005)
+        yield f"  an engine keeps its memory while the learner works: it gets {share:.2f} of the"
+        yield "    GPU (engine.gpu_memory_share)"
     yield ""
 
 
@@ -54,17 +64,20 @@ def _parts(fit: MemoryFit) -> str:
 
 
 def _steps(plan: Plan) -> Iterator[str]:
-    yield (
-        "per step       steps  rollouts  length  held/engine  tok/s/engine  "
-        "generate   tools   learn    sync  = seconds   calls/s  cores"
-    )
+    yield "seconds per step   steps  generate   tools   learn    sync   = step"
+    for stage in plan.stages:
+        yield (
+            f"  {stage.load.name:<16} {stage.load.steps:5d} {stage.generate_s:9.0f} "
+            f"{stage.tools_s:7.1f} {stage.learn_s:7.0f} {stage.sync_s:7.1f} {stage.step_s:8.0f}"
+        )
+    yield ""
+    yield "rollouts         per step  length  held/engine  tok/s/engine  calls/s  cores"
     for stage in plan.stages:
         load = stage.load
         yield (
-            f"  {load.name:<12} {load.steps:5d} {load.drawn:9,d} {load.mean_completion:7,.0f} "
-            f"{stage.rollouts_held:12d} {stage.tokens_per_s:13,.0f} {stage.generate_s:9.0f} "
-            f"{stage.tools_s:7.1f} {stage.learn_s:7.0f} {stage.sync_s:7.1f} {stage.step_s:11.0f} "
-            f"{stage.calls_per_s:9.0f} {stage.cores_needed:6.1f}"
+            f"  {load.name:<14} {load.drawn:9,d} {load.mean_completion:7,.0f} "
+            f"{stage.rollouts_held:12d} {stage.tokens_per_s:13,.0f} {stage.calls_per_s:8.0f} "
+            f"{stage.cores_needed:6.1f}"
         )
     yield ""
 

@@ -66,7 +66,7 @@ def kind_table(summary: Summary) -> Table:
 def plain_table(title: str) -> Table:
     """An empty table with a title and a rule below its head."""
     return Table(
-        title=title,
+        title=title or None,
         box=box.SIMPLE_HEAD,
         title_justify="left",
         title_style="bold",
