@@ -23,6 +23,7 @@ COMMANDS = {
     "quickstart": ("rstar2.cli.train", "quickstart", "Train the tiny agent with the whole recipe."),
     "train": ("rstar2.cli.train", "train", "Run a recipe: SFT, RL stages, evaluation."),
     "sft": ("rstar2.cli.train", "sft", "Run only the SFT stage of a recipe."),
+    "extend": ("rstar2.cli.extend", "extend", "Train a finished run further."),
     "reproduce": (
         "rstar2.cli.reproduce",
         "reproduce",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rstar2.cli.waiting import waiting
 from rstar2.errors import UserError
 
 if TYPE_CHECKING:
@@ -75,12 +76,13 @@ def entropy(
     for target in targets:
         prefix = f"{target.resolve().name} " if len(targets) > 1 else ""
         analysed = EntropyTarget(target, prefix, count, seed)
-        if problems is not None:
-            analyses += analysed.sampled(problems, max_length, max_turns)
-        else:
-            analyses += analysed.recorded(exact)
-            if len(targets) == 1 and points:
-                course = analysed.course(points)
+        with waiting(f"{'sampling' if problems else 'reading'} rollouts of {target}"):
+            if problems is not None:
+                analyses += analysed.sampled(problems, max_length, max_turns)
+            else:
+                analyses += analysed.recorded(exact)
+                if len(targets) == 1 and points:
+                    course = analysed.course(points)
         heats += analysed.heats
     document = msgspec.json.format(
         msgspec.json.encode({"samples": analyses, "course": course}), indent=1

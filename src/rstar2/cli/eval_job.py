@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 from rich.console import Console
 
+from rstar2.cli.waiting import waiting
 from rstar2.config import Recipe, SamplingConfig
 from rstar2.errors import UserError
 from rstar2.types import encode
@@ -117,8 +118,9 @@ class EvalJob:
         from rstar2.evaluate.store import EvalDirectory
         from rstar2.evaluate.sweep import missing_tasks, score_answers
 
-        answerer, template = self.answerer()
-        settings = self.settings(template)
+        with waiting("loading the tokenizer and the benchmarks"):
+            answerer, template = self.answerer()
+            settings = self.settings(template)
         with EvalDirectory.open(path, settings, self.benchmarks) as directory:
             tasks = list(missing_tasks(self.benchmarks, settings, directory))
             if tasks:
@@ -275,8 +277,9 @@ def conclude(path: Path, *, json: bool) -> None:
     from rstar2.evaluate.show import score_table
     from rstar2.evaluate.store import read_results
 
-    page = write_page(path)
-    results = read_results(path)
+    with waiting("writing the report"):
+        page = write_page(path)
+        results = read_results(path)
     if json:
         typer.echo(encode(results).decode())
     else:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rstar2.cli.model_directory import model_directory
+from rstar2.cli.waiting import waiting
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.config import Recipe, load_recipe
 from rstar2.environments.base import EnvironmentProtocol
@@ -77,7 +78,8 @@ def export(
     with tempfile.TemporaryDirectory(prefix="rstar2-export-") as scratch:
         target = to or Path(scratch) / source.name
         files = adapter_directory(run, source.name) if adapter else None
-        copy_export(run, recipe, source, target.absolute(), files)
+        with waiting(f"copying {source}"):
+            copy_export(run, recipe, source, target.absolute(), files)
         if to is not None:
             typer.echo(f"exported {source} to {to}", err=True)
         if push is not None:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from rstar2.cli.waiting import waiting
 from rstar2.config import load_recipe
 from rstar2.errors import UserError
 from rstar2.files import write_file
@@ -69,11 +70,13 @@ def plan(
     if write_recipe is not None:
         if set_:
             raise UserError("--write-recipe with --set: put the settings into a recipe file first")
-        loaded = propose(loaded, machines, assumed)
+        with waiting("comparing layouts"):
+            loaded = propose(loaded, machines, assumed)
         chosen = make_plan(loaded, machines, assumed)
         write_file(write_recipe, recipe_text(source_name(recipe), chosen, loaded))
         typer.echo(f"written: {write_recipe}", err=True)
-    estimate = make_plan(loaded, machines, assumed, simulated=simulate)
+    with waiting("simulating generation" if simulate else "planning", after_s=0.3):
+        estimate = make_plan(loaded, machines, assumed, simulated=simulate)
     if as_json:
         body = {
             "plan": estimate,

@@ -22,6 +22,7 @@ from typing import Annotated, Any, get_args
 import typer
 from rich.console import Console
 
+from rstar2.cli.waiting import waiting
 from rstar2.config import LoadedRecipe, Recipe, load_recipe, render_recipe
 from rstar2.config.preflight import preflight
 from rstar2.errors import RecipeError, UserError
@@ -205,19 +206,27 @@ def execute(
     *,
     fresh: bool = False,
     json: bool = False,
+    extend: bool = False,
     pipeline: Pipeline | None = None,
 ) -> None:
-    """Run a checked recipe in its directory, then print the table and write the report."""
+    """Run a checked recipe in its directory, then print the table and write the report.
+
+    With `extend`, the recipe has one more stage than the finished run in the directory.
+    """
     path = (run or default_directory(recipe)).absolute()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    if not fresh and path.is_dir() and is_finished(path):
+    if not fresh and not extend and path.is_dir() and is_finished(path):
         RunDirectory.create_or_resume(path, recipe).close()  # refuses another recipe
-        console.print(f"[bold]{path}[/] is already finished; --fresh starts it again")
+        console.print(
+            f"[bold]{path}[/] is already finished; --fresh starts it again, and "
+            f"`rstar2 extend {_short(path)} --steps N` trains it further"
+        )
         conclude(path, json=json)
         return
-    identity = check_start(recipe, path)
+    with waiting("checking the recipe"):
+        identity = check_start(recipe, path)
     with RunDirectory.create_or_resume(
-        path, recipe, fresh=fresh, environment=identity
+        path, recipe, fresh=fresh, extend=extend, environment=identity
     ) as directory:
         if directory.resumed:
             console.print(f"resuming the run in [bold]{path}[/]")

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rstar2.entropy.classes import CLASSES
-from rstar2.entropy.report import class_name, interval, share
+from rstar2.entropy.report import class_name, share
 from rstar2.entropy.table import Analysis, ClassRow, Point
 from rstar2.report.table import plain_table
 
@@ -25,7 +25,7 @@ def entropy_tables(analyses: Sequence[Analysis], course: Sequence[Point] = ()) -
 def _table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
     table = plain_table(title)
     for name in texts:
-        table.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold", no_wrap=name == "class")
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     return table
@@ -46,16 +46,22 @@ def _overall(analyses: Sequence[Analysis]) -> Table:
 
 def _classes(analyses: Sequence[Analysis]) -> Table:
     """One row per sample and class that occurs."""
-    shares = ("share of\ntokens", "share of\nentropy", "share of\ntop 20%", "top 20%\nrate")
+    shares = ("tokens", "share of\nentropy", "share of\ntop 20%", "top 20%\nrate")
     table = _table("by class of token", ["sample", "class"], ["entropy (95%)", *shares])
     for a in analyses:
         for row in a.rows:
             if row.tokens:
                 table.add_row(
-                    a.label, class_name(row.name), interval(row), share(row.share),
+                    a.label, class_name(row.name), _interval(row), share(row.share),
                     share(row.entropy_share), share(row.top_share), share(row.top_rate),
                 )  # fmt: skip
     return table
+
+
+def _interval(row: ClassRow) -> str:
+    if row.entropy is None or row.low is None or row.high is None:
+        return "–" if row.entropy is None else f"{row.entropy:.4f}"
+    return f"{row.entropy:.4f} {row.low:.3f}–{row.high:.3f}"
 
 
 def _entropies(course: Sequence[Point]) -> Table:

@@ -27,7 +27,8 @@ Invariants
 - Each (stage, step) appears once in metrics.jsonl: writing it twice is an InvariantError, and
   `rewind` removes the steps that a resumed run will repeat.
 - One writer: a second run in the same directory is refused while the first one is alive.
-- The recipe of a directory never changes, except for settings that do not change results.
+- The recipe of a directory never changes, except for settings that do not change results and for
+  stages that `rstar2 extend` adds after the last one; each is recorded as an event `extended`.
 """
 
 from rstar2.record.directory import (
@@ -42,6 +43,7 @@ from rstar2.record.directory import (
 )
 from rstar2.record.read import (
     GroupLine,
+    extension,
     is_finished,
     read_environment,
     read_evaluations,
@@ -58,6 +60,7 @@ __all__ = [
     "RunDirectory",
     "dump_recipe",
     "evaluation_stage",
+    "extension",
     "filter_stage",
     "flatten",
     "is_finished",

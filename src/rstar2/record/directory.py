@@ -22,9 +22,11 @@ from rstar2.record.files import JsonLines, RunLock, StepHead
 from rstar2.record.index import index_entry
 from rstar2.record.read import (
     GroupLine,
+    extension,
     is_finished,
     read_environment,
     read_evaluations,
+    read_events,
     read_lines,
     read_recipe,
 )
@@ -92,13 +94,15 @@ class RunDirectory:
         recipe: Recipe,
         *,
         fresh: bool = False,
+        extend: bool = False,
         environment: Mapping[str, Any] | None = None,
     ) -> RunDirectory:
         """Open `path` for a run of `recipe`: a new run, or one that resumes an earlier one.
 
-        `fresh` first removes the files of an earlier run. `environment` identifies the environment
-        of the run. Raises UserError if the directory is in use, is not a run directory, or belongs
-        to a run of another recipe or environment.
+        `fresh` first removes the files of an earlier run. With `extend`, the recipe may have one
+        more stage than the recorded one. `environment` identifies the environment of the run.
+        Raises UserError if the directory is in use, is not a run directory, or belongs to a run of
+        another recipe or environment.
         """
         path = Path(path).resolve()
         _refuse_foreign(path)
@@ -112,7 +116,7 @@ class RunDirectory:
                 _empty(path)
             resumed = (path / "recipe.yaml").exists()
             if resumed:
-                _check_same_run(path, recipe)
+                _check_same_run(path, recipe, extend=extend)
                 if environment is not None:
                     _check_same_environment(path, environment)
             else:
@@ -120,8 +124,11 @@ class RunDirectory:
                 if environment is not None:
                     about["environment"] = dict(environment)
                 write_file(path / "environment.json", msgspec.json.format(encode(about)))
-            write_file(path / "recipe.yaml", dump_recipe(recipe).encode())
+            if not extend:
+                write_file(path / "recipe.yaml", dump_recipe(recipe).encode())
             run = cls(path, recipe, lock, resumed=resumed)
+            if extend:
+                run._record_extension()
         except BaseException:
             lock.release()
             raise
@@ -139,6 +146,13 @@ class RunDirectory:
         refused = isinstance(error, UserError) and not self.resumed and not self._last
         if refused and not (self.path / "checkpoints").exists():
             shutil.rmtree(self.path)
+
+    def _record_extension(self) -> None:
+        """Record the last stage as added, then the recipe: a kill between the two is harmless."""
+        stage = self.recipe.rl.stages[-1]
+        if extension(read_events(self.path)) is None:
+            self.event("extended", stage=stage.model_dump(mode="json"))
+        write_file(self.path / "recipe.yaml", dump_recipe(self.recipe).encode())
 
     # ----------------------------------------------------------------- writing
 
@@ -401,12 +415,16 @@ def _changed(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _check_same_run(path: Path, recipe: Recipe) -> None:
+def _check_same_run(path: Path, recipe: Recipe, *, extend: bool = False) -> None:
     """Refuse to resume a run with another recipe; the error lists the settings that differ."""
     schema = read_environment(path).get("schema")
     if schema != SCHEMA:
         raise UserError(f"{path} was written in format {schema}, this rstar2 writes {SCHEMA}")
-    old, new = flatten(_with_defaults(read_recipe(path))), flatten(_plain(recipe))
+    recorded = _with_defaults(read_recipe(path))
+    if extend and len(recorded["rl"]["stages"]) < len(recipe.rl.stages):
+        rl = recipe.rl.model_copy(update={"stages": recipe.rl.stages[:-1]})
+        recipe = recipe.model_copy(update={"rl": rl})
+    old, new = flatten(recorded), flatten(_plain(recipe))
     for values in (old, new):
         values |= {key: None for key in _OWN_DATA if values.get(key) == "arithmetic"}
     absent = object()

@@ -112,8 +112,21 @@ def read_environment(run: Path) -> dict[str, Any]:
 
 
 def is_finished(run: Path) -> bool:
-    """Whether the run in this directory has finished."""
-    return any(event.get("event") == "finished" for event in read_events(run))
+    """Whether the run in this directory has finished, with all stages that were added to it."""
+    return has_finished(read_events(run))
+
+
+def has_finished(events: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a run with these events has finished; one that was extended may not have."""
+    names = [event.get("event") for event in events]
+    ends = [name for name in names if name in ("finished", "extended")]
+    return bool(ends) and ends[-1] == "finished"
+
+
+def extension(events: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The stage that `rstar2 extend` added and that is not finished; None if there is none."""
+    ends = [event for event in events if event.get("event") in ("finished", "extended")]
+    return dict(ends[-1]["stage"]) if ends and ends[-1]["event"] == "extended" else None
 
 
 # --------------------------------------------------------------------------- following

@@ -18,7 +18,14 @@ import msgspec
 from rstar2.agent.detokenizer import Detokenizer, find_tokenizer
 from rstar2.errors import UserError
 from rstar2.record import SCHEMA, read_environment, read_recipe
-from rstar2.record.read import FileTail, FollowedRecords, GroupLine, read_at, rl_stage_names
+from rstar2.record.read import (
+    FileTail,
+    FollowedRecords,
+    GroupLine,
+    has_finished,
+    read_at,
+    rl_stage_names,
+)
 from rstar2.types import TokenValues
 from rstar2.viewer.catalog import Catalog, GroupRef
 
@@ -118,7 +125,7 @@ class ViewedRun:
     def status(self) -> str:
         """`running`, `finished`, `collapsed`, or `stopped` (no writer, and not finished)."""
         names = [event.get("event") for event in self.events.values]
-        if "finished" in names:
+        if has_finished(self.events.values):
             return "finished"
         if self._is_written():
             return "running"
