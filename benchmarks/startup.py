@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks.common import Row, arguments, finish, interleave, median
+from common import Row, arguments, finish, interleave, median
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 RSTAR2 = "from rstar2.cli import main; main()"

@@ -80,7 +80,9 @@ class ColouredOutput:
         if self._console.color_system is None:
             self._write(code.rstrip("\n") + "\n", "")
         else:
-            highlighted = Syntax("", "python", background_color="default").highlight(code.rstrip())
+            highlighted = Syntax(
+                "", "python", theme="ansi_dark", background_color="default"
+            ).highlight(code.rstrip())
             self._console.print(highlighted, soft_wrap=True, end="")
         for name, value in arguments.items():
             if value not in ("", None):
