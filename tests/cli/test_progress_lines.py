@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from rstar2.cli import main
-from rstar2.cli.ablate import AblationProgress
 from rstar2.cli.simulate import ROLLOUT_S, SimulationProgress
 from rstar2.rollout.simulate.compare import PolicyResult
 
@@ -27,22 +26,6 @@ def test_simulations_are_counted_and_estimated_at_once(capsys: pytest.CaptureFix
     assert capsys.readouterr().err == "[2/3] stage2 reserve: 413.3 s, about 0 s left\n"
     progress.done(result, 3, 3)
     assert capsys.readouterr().err == "[3/3] stage2 reserve: 413.3 s\n"
-
-
-def test_runs_of_an_ablation_are_counted_and_estimated_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    progress = AblationProgress(4, jobs=1)
-    assert capsys.readouterr().err == "4 runs, about 26 min 40 s\n"
-    progress.finished("sft-seed0")
-    progress.running["roc-seed0"] = tmp_path
-    (tmp_path / "metrics.jsonl").write_text('{"stage": "part1", "step": 12}\n')
-    assert progress.line() == "1 of 4 runs done, about 20 min 00 s left; roc-seed0 at part1 12"
-    progress.finished("roc-seed0", 60.0)
-    assert capsys.readouterr().err.splitlines() == [
-        "[1/4] sft-seed0 is already finished",
-        "[2/4] roc-seed0 done in 1 min 00 s, about 2 min 00 s left",
-    ]
 
 
 def test_view_without_runs_says_where_they_would_be(

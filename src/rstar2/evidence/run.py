@@ -114,7 +114,17 @@ class CellRunner:
                 f"{total - len(missing) + done} of {total} cells, about {left:.0f} min left"
             )
 
+        if missing:
+            self.say(f"{len(missing)} of {total} cells to run{self._estimate(claim, len(missing))}")
         await together(one(cell) for cell in missing)
+
+    def _estimate(self, claim: Claim, missing: int) -> str:
+        """About how long the missing cells take, from those that are recorded."""
+        results = (recorded(self.places, claim, cell) for cell in dict.fromkeys(cells_of(claim)))
+        known = [result.made["core_seconds"] for result in results if result is not None]
+        if not any(known):
+            return ""
+        return f", about {sum(known) / len(known) * missing / self.jobs / 60:.0f} min"
 
     async def run(self, claim: Claim, cell: Cell, path: Path) -> CellResult:
         """Run one cell in a directory and return its numbers."""
