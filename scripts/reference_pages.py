@@ -4,7 +4,8 @@
     python scripts/reference_pages.py --check    # exit with code 1 if a page is not up to date
 
 Settings come from the schema, metrics from `record/metric_names.py`, commands from the command
-line's own help, file formats from the types that are written, the API from docstrings.
+line's own help, file formats from the types that are written, plans from `rstar2 plan`, the API from
+docstrings.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from pydantic_core import PydanticUndefined
 
 import rstar2.config
 from rstar2 import cli, record, types
-from rstar2.config import Recipe
+from rstar2.config import Recipe, load_recipe
 from rstar2.config.walk import item, section
 from rstar2.config.walk import settings as settings_of
+from rstar2.plan import make_plan, parse_cluster
+from rstar2.plan.propose import propose, recipe_text
 from rstar2.problems import conversations, load
 from rstar2.record import read
 from rstar2.record.metric_names import METRICS
@@ -258,6 +261,42 @@ def _fields(cls: type) -> Iterator[str]:
         yield f"| `{declaration}` | {' '.join(text.split())} |\n"
 
 
+# --------------------------------------------------------------------------- plans
+
+MACHINES = {
+    "1x4090": ("qwen3-1.7b-lora-24gb", "one consumer GPU of 24 GB"),
+    "2x4090": ("qwen3-1.7b-1gpu", "two of them"),
+    "1xA100-80": ("qwen3-1.7b-1gpu", "one GPU of 80 GB"),
+    "8xH100": ("qwen3-4b-8gpu", "one server"),
+    "64xMI300X": ("rstar2-agent-14b", "the paper's cluster"),
+}
+"""Machines that people own, and the recipe for each."""
+
+
+def machines_page() -> str:
+    """`rstar2 plan` for some machines, with the recipes that it writes."""
+    parts = [
+        "# Plans for five machines\n\n`rstar2 plan RECIPE --cluster MACHINE --write-recipe FILE` "
+        "chooses the fastest layout that fits and writes it as a\nrecipe. All figures are estimates "
+        "from data sheets ([assumptions](../cluster.md)): nothing here was measured on a GPU.\n\n",
+        NOTE,
+    ]
+    rows = []
+    for machine, (name, what) in MACHINES.items():
+        cluster = parse_cluster(machine)
+        proposed = propose(load_recipe(name).recipe, cluster)
+        plan = make_plan(proposed, cluster)
+        command = f"rstar2 plan {name} --cluster {machine} --write-recipe mine.yaml"
+        text = recipe_text(name, plan, proposed).rstrip()
+        rows.append(
+            f"| {machine} | {what} | `{name}` | {plan.total_s / 86400:.1f} | "
+            f"{plan.dollars:,.0f} $ |\n"
+        )
+        parts.append(f"\n## {machine}\n\n```bash\n{command}\n```\n\n```yaml\n{text}\n```\n")
+    table = "\n| machine | | recipe | days | cost |\n|---|---|---|---|---|\n" + "".join(rows)
+    return "".join([*parts[:2], table, *parts[2:]])
+
+
 # --------------------------------------------------------------------------- writing
 
 PAGES: dict[Path, Callable[[], str]] = {
@@ -266,6 +305,7 @@ PAGES: dict[Path, Callable[[], str]] = {
     DOCS / "reference" / "metrics.md": metrics_page,
     DOCS / "reference" / "cli.md": cli_page,
     DOCS / "reference" / "files.md": files_page,
+    DOCS / "reference" / "machines.md": machines_page,
 }
 
 

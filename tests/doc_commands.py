@@ -15,6 +15,11 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import typer
+
+from rstar2 import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -104,6 +109,18 @@ def all_commands() -> list[DocCommand]:
         for page in PAGES
         for command in commands(str(page.relative_to(ROOT)), page.read_text(encoding="utf-8"))
     ]
+
+
+def parse(words: list[str]) -> None:
+    """Parse the arguments of `rstar2` as the command line does, without running anything."""
+    command: Any = typer.main.get_command(cli.app)
+    name, context = "rstar2", None
+    while True:
+        context = command.make_context(name, list(words), parent=context)
+        rest = [*getattr(context, "_protected_args", ()), *context.args]
+        if not rest or not hasattr(command, "resolve_command"):
+            return
+        name, command, words = command.resolve_command(context, rest)
 
 
 if __name__ == "__main__":

@@ -13,18 +13,16 @@ import tomllib
 from collections.abc import Iterable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
 from typer._click.exceptions import MissingParameter, NoArgsIsHelpError, UsageError
 
-from rstar2 import cli
 from rstar2.config import load_recipe
 from rstar2.config.load import find_recipe
 from rstar2.errors import UserError
 from tests import forked_cli
-from tests.doc_commands import ROOT, DocCommand, all_commands, commands
+from tests.doc_commands import ROOT, DocCommand, all_commands, commands, parse
 
 COMMANDS = all_commands()
 
@@ -84,18 +82,6 @@ def test_the_pages_have_commands() -> None:
 
 
 # --------------------------------------------------------------------------- parsing
-
-
-def parse(words: list[str]) -> None:
-    """Parse the arguments of `rstar2` as the command line does, without running anything."""
-    command: Any = typer.main.get_command(cli.app)
-    name, context = "rstar2", None
-    while True:
-        context = command.make_context(name, list(words), parent=context)
-        rest = [*getattr(context, "_protected_args", ()), *context.args]
-        if not rest or not hasattr(command, "resolve_command"):
-            return
-        name, command, words = command.resolve_command(context, rest)
 
 
 @pytest.mark.parametrize("command", distinct(COMMANDS), ids=named)

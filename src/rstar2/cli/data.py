@@ -1,7 +1,8 @@
 """`rstar2 data`: convert public data sets to the problems and conversations that rstar2 trains on.
 
-`problems` cleans (this module), `agree` and `difficulty` filter with a model (`data_filter`), `sft`
-converts conversations (`data_sft`). Each command writes a data card next to its output.
+`fetch` downloads (`data_fetch`), `problems` cleans (this module), `agree` and `difficulty` filter
+with a model (`data_filter`), `sft` converts conversations (`data_sft`). Each command writes a data
+card next to its output.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rstar2.cli.data_fetch import fetch
 from rstar2.cli.data_filter import agree, difficulty
 from rstar2.cli.data_sft import sft
 from rstar2.cli.data_shared import SOURCES_HELP, bar, evaluation_sets, named_source, show_card
@@ -127,6 +129,7 @@ async def _prepare(
             return await prepare(sources, steps, out, verifier=client, progress=show)
 
 
+app.command()(fetch)
 app.command()(agree)
 app.command()(difficulty)
 app.command()(sft)
