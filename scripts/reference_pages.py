@@ -4,8 +4,8 @@
     python scripts/reference_pages.py --check    # exit with code 1 if a page is not up to date
 
 Settings come from the schema, metrics from `record/metric_names.py`, commands from the command
-line's own help, file formats from the types that are written, plans from `rstar2 plan`, the API from
-docstrings.
+line's own help, file formats from the types that are written, plans from `rstar2 plan`, the API
+from docstrings.
 """
 
 from __future__ import annotations
@@ -277,8 +277,9 @@ def machines_page() -> str:
     """`rstar2 plan` for some machines, with the recipes that it writes."""
     parts = [
         "# Plans for five machines\n\n`rstar2 plan RECIPE --cluster MACHINE --write-recipe FILE` "
-        "chooses the fastest layout that fits and writes it as a\nrecipe. All figures are estimates "
-        "from data sheets ([assumptions](../cluster.md)): nothing here was measured on a GPU.\n\n",
+        "chooses the fastest layout that fits and writes it as a\nrecipe. All figures are "
+        "estimates from data sheets ([assumptions](../cluster.md)): nothing here was measured on "
+        "a GPU.\n\n",
         NOTE,
     ]
     rows = []

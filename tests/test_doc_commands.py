@@ -44,7 +44,7 @@ SMALL = (
 """Settings of the quickstart that make it end after seconds; its stages and files are the same."""
 
 KNOWN = {
-    *("docker", "curl", "vllm", "pre-commit", "echo", "source", "git", "cd", "python"),
+    *("docker", "curl", "vllm", "pre-commit", "echo", "source", "git", "cd", "python", "python3"),
     *("sbatch", "kubectl", "ray", "tensorboard", "wandb", "trackio", "cat"),
 }
 """Programs of others that the pages use."""
@@ -124,7 +124,8 @@ def parses(command: DocCommand, words: list[str]) -> None:
         try:
             find_recipe(words[1])
         except UserError:
-            assert command.mention  # a file that the page tells the reader to write
+            page = (ROOT / command.page).read_text(encoding="utf-8")
+            assert command.mention or f"--write-recipe {words[1]}" in page
         else:
             load_recipe(words[1], settings)
 
@@ -191,7 +192,7 @@ def reader(checkout: Path) -> Path:
     for name, text in BROUGHT.items():
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         (checkout / name).write_text(text)
-    for name in ("roc-seed0", "grpo-seed0", "ablation/roc-seed0"):
+    for name in ("roc-seed0", "grpo-seed0", "uniform", "ablation/roc-seed0", "evidence/roc-seed0"):
         (checkout / "runs" / name).parent.mkdir(exist_ok=True)
         (checkout / "runs" / name).symlink_to(checkout / "runs" / "tiny-seed0")
     (checkout / "cities.py").write_text(blocks("docs/environments.md", "python")[0])
@@ -270,7 +271,13 @@ def test_every_reason_is_one_of_a_few() -> None:
 
 
 REASONS = (
-    *("installs packages", "takes minutes", "needs a GPU", "needs Docker", "needs the network"),
+    *(
+        "installs packages",
+        "takes ",
+        "needs a GPU",
+        "needs Docker",
+        "needs the network",
+    ),
     *("needs another server", "needs a cluster", "runs the tests", "tested in"),
 )
 """What the marks of the pages begin with."""
