@@ -141,7 +141,7 @@ class WeightUpdateError(InfrastructureError):
 
 
 class RankError(InfrastructureError):
-    """A learner rank died or failed; its group is closed."""
+    """A learner rank died, failed or hangs; its group is closed."""
 
 
 class InvariantError(RstarError):

@@ -43,7 +43,7 @@ def recipe(directory: Path, **sections: Any) -> Path:
         "deterministic": True,
         "engine": {"count": 2, "kv_tokens": 16384, "max_sequences": 64, "hang_s": HANG_S},
         "codeenv": {"slots": 1},
-        "learner": {"ranks": 2, "threads": 1},
+        "learner": {"ranks": 2, "threads": 1, "hang_s": HANG_S},
         "sft": None,
         "rl": {
             "count": 64,
@@ -300,6 +300,13 @@ def test_every_fault_is_survived_and_every_step_is_done_once(
     scene.survive(
         "learner rank, kill -9",
         lambda: kill(*scene.pids("rank-1")),
+        lambda t: scene.first(t, "lost", part="learner"),
+        lambda t: scene.first(t, "back", part="learner"),
+        "at most 2 steps",
+    )
+    scene.survive(
+        "learner rank hangs, SIGSTOP",
+        lambda: os.kill(scene.pids("rank-1")[0], signal.SIGSTOP),
         lambda t: scene.first(t, "lost", part="learner"),
         lambda t: scene.first(t, "back", part="learner"),
         "at most 2 steps",

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rstar2.config import LossConfig, OptimizerConfig
+from rstar2.engine.checksums import bit_sums
 from rstar2.errors import CheckpointError, DeadlineError, RankError, RecipeError
 from rstar2.learner.group import LearnerGroup
 from tests.learner.learner_helpers import (
@@ -114,6 +115,18 @@ def test_checkpoint_moves_between_numbers_of_ranks(
         assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.parametrize("exported", [True, False])
+def test_checksums_of_shards_are_those_of_the_whole_weights(
+    start: LearnerGroup, model_dir: Path, exported: bool
+) -> None:
+    with make_group(model_dir, 1) as one:
+        expected = one.weight_sums("bfloat16", exported)
+        assert start.weight_sums("bfloat16", exported) == expected
+        assert expected == bit_sums(
+            {v.data_ptr(): (n, v.bfloat16()) for n, v in reversed(one.state().items())}.values()
+        )
+
+
 def test_user_error_leaves_the_group_usable(start: LearnerGroup, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint at"):
         start.load(tmp_path / "nowhere")
@@ -145,6 +158,18 @@ class TestDeaths:
         with pytest.raises(RankError, match="closed"):
             group.sft_loss(ROWS)
         group.close()
+
+    def test_a_rank_that_hangs_is_noticed_long_before_the_deadline(self, model_dir: Path) -> None:
+        group = make_group(model_dir, 2)
+        ranks = local_ranks(group)
+        group.sft_loss(ROWS)
+        victim = ranks._processes[1].pid
+        assert victim is not None
+        ranks._watch.hang_s = 2.0
+        os.kill(victim, signal.SIGSTOP)
+        with pytest.raises(RankError, match=r"rank\(s\) \[1\] gave no sign of life.*in sft_loss"):
+            group.sft_loss(ROWS)
+        assert not _alive(victim)
 
     def test_deadline(self, model_dir: Path) -> None:
         group = make_group(model_dir, 2)

@@ -108,6 +108,7 @@ class RankActor:
         os.environ.update(visible(gpus))
         self.rank, self.gpus = rank, gpus
         self._learner: Any = None
+        self._marks = 0
 
     def rendezvous(self, address: str) -> tuple[str, int]:
         """Address at which the ranks form their process group, and this process's id."""
@@ -135,12 +136,21 @@ class RankActor:
         )
         device = "cuda:0" if cuda else "cpu"
         self._learner = Learner(*args, **{**options, "device": device})
+        self._learner.on_progress = self._mark
         return os.getpid()
 
     def call(self, method: str, args: tuple[Any, ...]) -> Any:
         """Call one method of the learner; only rank 0 returns the result."""
+        self._mark()
         value = getattr(self._learner, method)(*args)
         return value if self.rank == 0 else None
+
+    def _mark(self) -> None:
+        self._marks += 1
+
+    def marks(self) -> int:
+        """Micro-batches and calls so far; answered during a call, in a thread of its own."""
+        return self._marks
 
 
 class CodeEnvActor:

@@ -8,6 +8,7 @@ on one machine: the trainer starts a new group and resumes from the last checkpo
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from rstar2.cluster import nodes
@@ -15,8 +16,11 @@ from rstar2.cluster.actors import RankActor
 from rstar2.cluster.placement import Ledger, rank_need
 from rstar2.config import Recipe
 from rstar2.errors import DeadlineError, RankError, RecipeError, UserError
+from rstar2.learner.heartbeat import HangWatch, OwnTime, Pulse
 
 POLL_S = 0.2
+PULSE = "pulse"
+"""Ray's name for the thread of an actor that answers during a call."""
 
 
 class RemoteRanks:
@@ -24,6 +28,8 @@ class RemoteRanks:
 
     def __init__(self, recipe: Recipe, ledger: Ledger, notify: Any) -> None:
         self._recipe, self._ledger, self._notify = recipe, ledger, notify
+        self._watch, self._time = HangWatch(recipe.learner.hang_s), OwnTime()
+        self._pulses: list[_RemotePulse] = []
         self._actors: list[Any] = []
         self._names: list[str] = []
 
@@ -44,7 +50,11 @@ class RemoteRanks:
                         "use fewer ranks or add nodes"
                     )
                 self._names.append(need.name)
-                self._actors.append(nodes.make_actor(RankActor, place, need.cpus, rank, place.gpus))
+                actor = nodes.make_actor(
+                    RankActor, place, need.cpus, rank, place.gpus, groups={PULSE: 1}
+                )
+                self._actors.append(actor)
+                self._pulses.append(_RemotePulse(actor))
                 places.append(place)
             first = places[0].node.address
             rendezvous = [self._actors[0].rendezvous.remote(first)]
@@ -72,6 +82,7 @@ class RemoteRanks:
         from ray.exceptions import RayError, RayTaskError
 
         ends = time.monotonic() + deadline_s
+        self._watch.begin(method, self._time())
         missing = {reference: rank for rank, reference in enumerate(references)}
         answers: dict[int, Any] = {}
         while missing:
@@ -88,12 +99,20 @@ class RemoteRanks:
                     raise RankError(
                         f"learner rank {rank} died in {method} ({type(error).__name__})"
                     ) from error
+            if not ready and (hang := self._hang(missing.values())):
+                raise RankError(f"{hang} in {method}")
             if time.monotonic() > ends:
                 raise DeadlineError(
                     f"learner rank(s) {sorted(missing.values())} did not answer {method} within "
                     f"{deadline_s:g} s"
                 )
+        self._watch.end(self._time())
         return [answers[rank] for rank in range(len(references))]
+
+    def _hang(self, missing: Iterable[int]) -> str | None:
+        """What hangs among the ranks that have not answered; a starting rank shows no pulse yet."""
+        pulses = {rank: self._pulses[rank].read() for rank in missing}
+        return self._watch.look({r: p for r, p in pulses.items() if p is not None}, self._time())
 
     def close(self, grace_s: float = 0.0) -> None:
         """Kill all ranks: the checkpoints hold their state."""
@@ -101,4 +120,26 @@ class RemoteRanks:
             nodes.kill(actor)
         for name in self._names:
             self._ledger.release(name)
-        self._actors, self._names = [], []
+        self._actors, self._names, self._pulses = [], [], []
+
+
+class _RemotePulse:
+    """Asks one rank for its marks, one question at a time; each answer is a sign of life."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._asked: Any = None
+        self._answers = 0
+        self._last: Pulse | None = None
+
+    def read(self) -> Pulse | None:
+        """The newest answer; None before the first."""
+        import ray
+
+        if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
+            asked, self._asked = self._asked, None
+            self._answers += 1
+            self._last = Pulse(ray.get(asked), self._answers)
+        if self._asked is None:
+            self._asked = self._actor.marks.options(concurrency_group=PULSE).remote()
+        return self._last

@@ -82,10 +82,13 @@ def list_nodes() -> tuple[Node, ...]:
     return tuple(sorted(alive, key=lambda node: node.id))
 
 
-def make_actor(kind: type, place: Place, cpus: float, *args: Any, concurrency: int = 0) -> Any:
+def make_actor(
+    kind: type, place: Place, cpus: float, *args: Any, groups: Mapping[str, int] | None = None
+) -> Any:
     """Create an actor on a given node and no other; returns before the actor is alive.
 
-    The ledger assigns GPUs (`Place.gpus`), so only CPUs are requested from Ray.
+    The ledger assigns GPUs (`Place.gpus`), so only CPUs are requested from Ray. `groups` are
+    threads by name, for calls that must not wait for others.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -96,8 +99,8 @@ def make_actor(kind: type, place: Place, cpus: float, *args: Any, concurrency: i
         "max_task_retries": 0,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(place.node.id, soft=False),
     }
-    if concurrency:
-        options["max_concurrency"] = concurrency
+    if groups:
+        options["concurrency_groups"] = dict(groups)
     return ray.remote(kind).options(**options).remote(*args)
 
 

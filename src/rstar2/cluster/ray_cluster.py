@@ -8,6 +8,7 @@
                                                                  it restarts on its node
     learner rank       its call fails: immediate                 a new group resumes from the last
                                                                  checkpoint
+    rank hangs         no sign of life for learner.hang_s        its group is killed; then as above
     node               Ray's health check, every watch_s         all of the above, on other nodes
     node joins         every watch_s                             it gets a code environment, and
                                                                  missing engines at the next publish

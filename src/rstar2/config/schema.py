@@ -216,6 +216,9 @@ class LearnerConfig(Section):
     lora: LoraConfig | None = None
     """null trains all weights. With adapters the other weights are frozen and kept in `dtype`;
     learning rates should be about ten times those of full training."""
+    hang_s: float = Field(60.0, gt=0)
+    """Replace the ranks if one of several gives no sign of life for this time, or if none has
+    progressed for twice this time and ten times as long as ever before."""
 
 
 class SftConfig(Section):

@@ -5,9 +5,9 @@ every call goes to all ranks over their pipes, all must answer before the deadli
 answer is returned. All methods block and are not thread-safe: the caller makes one call at a time
 (`pipeline.runtime.Runtime` makes all of them on one thread).
 
-Invariants: a rank that dies or does not answer ends the group with a named error, and no other
-rank is left waiting for it; ranks end with their parent, however it dies (they watch a pipe that
-only the parent holds open).
+Invariants: a rank that dies, hangs (`heartbeat`) or does not answer ends the group with a named
+error, and no other rank is left waiting for it; ranks end with their parent, however it dies (they
+watch a pipe that only the parent holds open).
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from rstar2.errors import (
     RankError,
     RstarError,
 )
+from rstar2.learner.heartbeat import LOOK_S, HangWatch, Heart, OwnTime, Pulse, PulseReader
 from rstar2.learner.learner import Learner, SftRow
 from rstar2.malloc import keep_freed_memory
 from rstar2.types import Batch, TokenValues
@@ -86,7 +87,7 @@ class LearnerGroup:
         elif learner.ranks == 1:
             self._local = Learner(model_dir, learner, optimizer, **options)  # type: ignore[arg-type]
         else:
-            self._ranks = LocalRanks(learner.ranks)
+            self._ranks = LocalRanks(learner.ranks, learner.hang_s)
             self._ranks.start((str(model_dir), learner, optimizer), options)
 
     def _call(self, method: str, *args: Any) -> Any:
@@ -193,8 +194,10 @@ class LearnerGroup:
 class LocalRanks:
     """Processes and pipes of a group."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, hang_s: float) -> None:
         self.count = count
+        self._watch, self._time = HangWatch(hang_s), OwnTime()
+        self._readers: list[PulseReader] = []
         self._rendezvous = tempfile.TemporaryDirectory(prefix="rstar2-ranks-")
         self._pipes: list[Connection] = []
         self._lifelines: list[Connection] = []
@@ -208,6 +211,7 @@ class LocalRanks:
         store = Path(self._rendezvous.name) / "store"
         try:
             for rank in range(self.count):
+                self._readers.append(PulseReader(heart_file(store, rank)))
                 ours, theirs = context.Pipe()
                 watched, held = context.Pipe(duplex=False)
                 process = context.Process(
@@ -237,15 +241,21 @@ class LocalRanks:
     def _answers(self, method: str, deadline_s: float) -> Any:
         """Rank 0's answer once all ranks have answered."""
         ends = time.monotonic() + deadline_s
+        self._watch.begin(method, self._time())
         answers: dict[int, Any] = {}
         while len(answers) < len(self._pipes):
             missing = [r for r in range(len(self._pipes)) if r not in answers]
             sources = {self._pipes[r]: r for r in missing}
-            ready = wait(list(sources), max(0.0, ends - time.monotonic()))
+            left = max(0.0, ends - time.monotonic())
+            ready = wait(list(sources), min(left, LOOK_S))
             if not ready:
-                raise DeadlineError(
-                    f"learner rank(s) {missing} did not answer {method} within {deadline_s:g} s"
-                )
+                if not left:
+                    raise DeadlineError(
+                        f"learner rank(s) {missing} did not answer {method} within {deadline_s:g} s"
+                    )
+                hang = self._watch.look({r: self._pulse(r) for r in missing}, self._time())
+                if hang is not None:
+                    raise RankError(f"{hang} in {method}")
             for pipe in ready:
                 rank = sources[pipe]  # type: ignore[index]
                 try:
@@ -258,7 +268,11 @@ class LocalRanks:
                 if failed:
                     self._raise(rank, method, value)
                 answers[rank] = value
+        self._watch.end(self._time())
         return answers[0]
+
+    def _pulse(self, rank: int) -> Pulse:
+        return self._readers[rank].read(self._processes[rank].pid or 0)
 
     def _raise(self, rank: int, method: str, value: tuple[BaseException | None, str]) -> None:
         """Raise a rank's own error if it is one of rstar2, else RankError with the traceback.
@@ -316,7 +330,9 @@ def _serve(
     """Main function of a rank: join the others, make the learner, answer calls until stopped."""
     call_when_closed(lifeline.fileno(), lambda: _leave(store))
     try:
+        heart = Heart(heart_file(Path(store), rank))
         learner = _join(rank, ranks, store, args, options)
+        learner.on_progress = heart.mark
         pipe.send((False, None))
     except Exception as error:  # noqa: BLE001 - reported to the parent, which raises it
         pipe.send((True, _described(error)))
@@ -330,6 +346,7 @@ def _serve(
             break
         method, arguments = command
         try:
+            heart.mark()
             value = getattr(learner, method)(*arguments)
             pipe.send((False, value if rank == 0 else None))
         except Exception as error:  # noqa: BLE001 - reported to the parent, which raises it
@@ -355,6 +372,11 @@ def _join(
         timeout=timedelta(seconds=CALL_S),
     )
     return Learner(*args, **options)
+
+
+def heart_file(store: Path, rank: int) -> Path:
+    """The file of a rank's counters, beside the store at which the ranks meet."""
+    return store.with_name(f"heart-{rank}")
 
 
 def _leave(store: str) -> NoReturn:

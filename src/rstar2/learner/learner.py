@@ -88,6 +88,8 @@ class Learner:
         if self.ranks > 1:
             mesh = init_device_mesh(device.split(":")[0], (self.ranks,))
             shard(self.policy, mesh, self.dtype)
+        self.on_progress: Callable[[], None] = lambda: None
+        """Called after every pass over a micro-batch."""
         self._skipped = 0
         self._minibatches: list[_MiniBatch] = []
         """Mini-batches of the last RL step, with the logprobs of their tokens."""
@@ -183,6 +185,7 @@ class Learner:
             loss, part = loss_of(pack, *self._forward(pack, temperature))
             # FSDP averages gradients over ranks; the loss is already divided by all tokens.
             (loss * self.ranks).backward()
+            self.on_progress()
             stats.add(part)
         total_norm = torch.nn.utils.clip_grad_norm_(
             self.policy.parameters(), self._optimizers.config.clip_norm
@@ -203,6 +206,7 @@ class Learner:
     def _forward(self, pack: Pack, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         with self._precision():
             logprob_T, entropy_T = self.policy(pack, temperature)
+        self.on_progress()
         return logprob_T, entropy_T
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:

@@ -328,6 +328,8 @@ class Runtime:
     async def _lose(self, engine: Engine, error: InfrastructureError) -> None:
         """End an engine that failed during an update; it restarts in the background."""
         log.warning("engine %s did not take the weights: %s", engine.name, error)
+        if isinstance(error, DeadlineError):
+            self.notify("hung", part=engine.name)
         try:
             await engine.abort()
         except InfrastructureError as failure:

@@ -38,7 +38,7 @@ MODES = ("greedy", "sampled")
 
 _MAY_CHANGE = (
     *(f"codeenv.{key}" for key in ("urls", "host", "port", "slots", "queue", "batch", "linger_s")),
-    *("engine.urls", "engine.hang_s", "learner.threads", "record.", "cluster"),
+    *("engine.urls", "engine.hang_s", "learner.threads", "learner.hang_s", "record.", "cluster"),
     "environment.folder",
 )
 """Settings that may differ when a run is resumed: where it runs and what it records."""
