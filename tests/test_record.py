@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import math
 import os
 import signal
@@ -192,6 +194,17 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
             RunDirectory.create_or_resume(tmp_path, recipe())
         assert read_events(tmp_path)[-1]["event"] == "started"
     RunDirectory.create_or_resume(tmp_path, recipe()).close()
+
+
+def test_a_file_system_without_locks_is_not_called_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(UserError, match=r"refuses flock \(No locks available\).*--run"):
+        RunDirectory.create_or_resume(tmp_path, recipe())
 
 
 def test_the_lock_dies_with_its_process_even_if_a_child_lives_on(tmp_path: Path) -> None:

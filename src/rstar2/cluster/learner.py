@@ -15,7 +15,7 @@ from rstar2.cluster import nodes
 from rstar2.cluster.actors import RankActor
 from rstar2.cluster.placement import Ledger, rank_need
 from rstar2.config import Recipe
-from rstar2.errors import DeadlineError, RankError, RecipeError, UserError
+from rstar2.errors import DeadlineError, DiskFullError, RankError, RecipeError, UserError
 from rstar2.learner.heartbeat import HangWatch, OwnTime, Pulse
 
 POLL_S = 0.2
@@ -92,7 +92,7 @@ class RemoteRanks:
                 try:
                     answers[rank] = ray.get(reference)
                 except RayTaskError as error:
-                    if isinstance(error.cause, UserError):
+                    if isinstance(error.cause, UserError | DiskFullError):
                         raise error.cause from None
                     raise RankError(f"learner rank {rank} failed in {method}: {error}") from error
                 except RayError as error:

@@ -112,13 +112,19 @@ class RunLock:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             holder = os.read(descriptor, 200).decode(errors="replace").strip()
             os.close(descriptor)
             raise UserError(
                 f"run directory {path.parent} is in use by {holder or 'another process'}: "
                 "wait for it to end, stop it, or choose another run directory (--run)"
             ) from None
+        except OSError as error:
+            os.close(descriptor)
+            raise UserError(
+                f"run directory {path.parent} cannot be locked: its file system refuses flock "
+                f"({error.strerror}); choose a run directory on another one (--run)"
+            ) from error
         os.ftruncate(descriptor, 0)
         started = time.strftime("%Y-%m-%d %H:%M:%S")
         os.write(descriptor, f"process {os.getpid()} on {platform.node()}, {started}".encode())
