@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 FENCE = re.compile(r"^(```+)(\w*)")
-MARK = re.compile(r"<!-- not run(?: `([^`]+)`)?: (.+?) -->")
+MARK = re.compile(r"(?<!`)<!-- not run(?: `([^`]+)`)?: (.+?) -->")
 CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 COMMAND = re.compile(r"(?:[A-Z][A-Z0-9_]*=\S+ )*(?:rstar2|make|python|pip|docker) \S")
 SETTING = re.compile(r"[A-Z][A-Z0-9_]*=.*")
