@@ -79,7 +79,7 @@ class ChainText:
 
     slips: float = 0.5
     """Share of first calls with a slip."""
-    wrong: float = 0.25
+    wrong: float = 0.1
     """Share of steps that compute another operation than the one asked for."""
     calls: bool = True
     """Whether the text uses the tool; otherwise it answers at once."""
