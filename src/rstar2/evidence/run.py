@@ -129,14 +129,13 @@ class CellRunner:
     async def run(self, claim: Claim, cell: Cell, path: Path) -> CellResult:
         """Run one cell in a directory and return its numbers."""
         recipe = cell_recipe(claim, cell)
-        started_from, spent = None, 0.0
+        started_from = None
         runnable = recipe
         if (before := sft_recipe(claim, cell)) is not None:
             started_from = fingerprint(before)
             weights = await self._weights(before, started_from)
             runnable = from_weights(recipe, weights)
-        if not is_finished(path):
-            spent = await self.execute(runnable, path)
+        spent = None if is_finished(path) else await self.execute(runnable, path)
         about = machine.describe()
         return CellResult(
             claim=claim.name,
@@ -146,7 +145,7 @@ class CellRunner:
             sft=started_from,
             numbers=read_numbers(path),
             made={
-                "core_seconds": spent,
+                "core_seconds": spent if spent is not None else _cost(path),
                 "arithmetic": ARITHMETIC,
                 "cpu": about["cpu"],
                 "commit": about["commit"],
@@ -163,6 +162,11 @@ class CellRunner:
                 spent = await self.execute(recipe, path)
                 self.say(f"SFT weights {name} done in {spent:.0f} core-seconds")
         return path / "exports" / "sft"
+
+
+def _cost(path: Path) -> float:
+    """The core-seconds of a run that had finished before its numbers were read."""
+    return float(path.with_name(path.name + ".cost").read_text())
 
 
 async def execute(recipe: Recipe, path: Path) -> float:
