@@ -125,7 +125,8 @@ def parses(command: DocCommand, words: list[str]) -> None:
             find_recipe(words[1])
         except UserError:
             page = (ROOT / command.page).read_text(encoding="utf-8")
-            assert command.mention or f"--write-recipe {words[1]}" in page
+            written = f"--write-recipe {words[1]}" in page or f"Save this as `{words[1]}`" in page
+            assert command.mention or written
         else:
             load_recipe(words[1], settings)
 

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
+import rstar2
 from rstar2 import Sandbox
 from rstar2.codeenv.client.background import background
 from rstar2.sandbox import TOKEN_VARIABLE
@@ -83,3 +85,32 @@ def test_the_examples_of_the_sandbox_run() -> None:
         )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("42\n")
+
+
+# --------------------------------------------------------------------------- messages
+
+
+def test_the_messages_that_troubleshooting_explains_exist() -> None:
+    """Headings in backquotes quote a message of the source, a metric, or the shell's own."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^### .*?`([^`]+)`", page, re.MULTILINE)
+    assert len(quoted) > 8
+    parts = (path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    source = re.sub(r'"\s*f?"', "", "\n".join(parts))  # strings that are written on several lines
+    missing = [text for text in quoted if text not in source and "command not found" not in text]
+    assert missing == []
+
+
+def test_the_quickstart_table_is_the_same_everywhere() -> None:
+    tables = {
+        re.search(r"```\n( +tool errors .*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+        for page in (ROOT / "README.md", ROOT / "docs" / "quickstart.md")
+    }
+    assert len({match[1] for match in tables if match}) == 1
+    assert None not in tables
+
+
+def test_the_citation_names_this_version() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert cited["version"] == rstar2.__version__
+    assert {"cff-version", "title", "message", "authors"} <= cited.keys()

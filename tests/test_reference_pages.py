@@ -11,6 +11,8 @@ import pytest
 
 from rstar2.config import Recipe, load_recipe
 from rstar2.config.load import shipped_recipes
+from rstar2.plan import make_plan, parse_cluster
+from rstar2.plan.propose import propose
 from rstar2.record import read_metrics
 from rstar2.record.metric_names import METRICS, describe
 
@@ -63,6 +65,19 @@ def test_every_command_is_on_the_page(script: ModuleType) -> None:
 def test_every_shipped_recipe_loads() -> None:
     for name in shipped_recipes():
         load_recipe(name)
+
+
+@pytest.mark.parametrize("machine", ["8xH100", "8xA100-80"])
+def test_the_recipe_for_eight_gpus_fits(machine: str) -> None:
+    plan = make_plan(load_recipe("qwen3-4b-8gpu").recipe, parse_cluster(machine))
+    assert plan.problems == ()
+    assert plan.layout.gpus == 8
+
+
+def test_every_machine_of_the_page_has_a_recipe_that_fits(script: ModuleType) -> None:
+    for machine, (name, _) in script.MACHINES.items():
+        cluster = parse_cluster(machine)
+        assert make_plan(propose(load_recipe(name).recipe, cluster), cluster).problems == ()
 
 
 def test_metric_names_are_matched_whole() -> None:
