@@ -48,6 +48,12 @@ def test_every_setting_is_described(script: ModuleType) -> None:
     assert [name for name, text in rows if not text] == []
 
 
+def test_every_recorded_field_is_described(script: ModuleType) -> None:
+    rows = re.findall(r"^\| `(\w+: .*)` \| (.*) \|$", script.files_page(), re.MULTILINE)
+    assert len(rows) > 60
+    assert [name for name, text in rows if not text.strip()] == []
+
+
 def test_the_page_has_every_setting_of_a_recipe(script: ModuleType) -> None:
     page = script.settings_page()
     for section in Recipe.model_fields:

@@ -131,12 +131,12 @@ class ToolCall:
     call is never executed; its result has that outcome and `message`, and it has no arguments.
     """
 
-    id: str
+    id: str  #: Of the call, unique in the run.
     name: str  #: Of the tool.
     arguments: Mapping[str, Any] = field(default_factory=dict)  #: As the tool's schema says.
-    raw: str = ""
-    error: Outcome | None = None
-    message: str = ""
+    raw: str = ""  #: The text between the tags.
+    error: Outcome | None = None  #: Set if it is not a valid call.
+    message: str = ""  #: What is wrong with it.
 
     def __post_init__(self) -> None:
         """Read the arguments of a record from version 0.2, which kept only `code` and `raw`."""
@@ -184,23 +184,23 @@ class ToolResult:
         assert result.outcome.succeeded and result.stdout == "42\\n"
     """
 
-    call_id: str
+    call_id: str  #: Of its call.
     outcome: Outcome  #: How the call ended; policies read only this field.
     stdout: str = ""  #: The program's output, or what a tool returned.
-    stderr: str = ""
+    stderr: str = ""  #: What it wrote to stderr.
     value: str | None = None  #: repr of the last expression, if nothing was printed.
     traceback: str = ""  #: The program's own lines, with their source, and what was raised.
     message: str = ""  #: One sentence about the outcome, for people and for the model.
-    truncated: Truncation = Truncation()
-    exit_code: int | None = None
-    signal: int | None = None
+    truncated: Truncation = Truncation()  #: What was cut off.
+    exit_code: int | None = None  #: Of the program.
+    signal: int | None = None  #: That ended the program.
     wall_s: float = 0.0  #: Seconds from start to end of the program.
-    cpu_s: float = 0.0
+    cpu_s: float = 0.0  #: CPU time.
     peak_mb: float = 0.0  #: Most memory that the program used.
-    queue_s: float = 0.0
-    isolation: str = ""
-    server: str = ""
-    attempts: int = 1
+    queue_s: float = 0.0  #: Waiting for a slot.
+    isolation: str = ""  #: Level of the jail.
+    server: str = ""  #: Where it ran.
+    attempts: int = 1  #: Above 1 if a server was lost.
     files: Mapping[str, bytes] = field(default_factory=dict)
     """What the program created or changed in its working directory, if that was asked for."""
 
@@ -304,7 +304,7 @@ class Turn:
 
     sampled_ids: tuple[int, ...]  #: The model's own tokens.
     logprobs: tuple[float, ...]  #: Of each sampled token.
-    versions: tuple[VersionSpan, ...]
+    versions: tuple[VersionSpan, ...]  #: (weight version, number of tokens), in order.
     calls: tuple[ToolCall, ...] = ()  #: The tool calls in the text.
     results: tuple[ToolResult, ...] = ()  #: One for each call.
     response_ids: tuple[int, ...] = ()
@@ -312,14 +312,14 @@ class Turn:
     out everywhere."""
     text: str = ""  #: Decoded text of the sampled ids, without the token that stopped the turn.
     reply: tuple[Message, ...] = ()  #: The environment's reply to a turn without a call.
-    entropies: tuple[float, ...] | None = None
-    finish: Finish = Finish.STOP
-    engine: str = ""
+    entropies: tuple[float, ...] | None = None  #: Of each sampled token, if the engine gives them.
+    finish: Finish = Finish.STOP  #: Why sampling stopped.
+    engine: str = ""  #: Name of the engine.
     started_s: float = 0.0  #: Seconds since the trajectory started; the next three are durations.
-    queue_s: float = 0.0
-    generate_s: float = 0.0
-    tools_s: float = 0.0
-    cached_tokens: int = 0
+    queue_s: float = 0.0  #: Waiting for the engine.
+    generate_s: float = 0.0  #: Sampling.
+    tools_s: float = 0.0  #: Waiting for tools.
+    cached_tokens: int = 0  #: Prompt tokens from the prefix cache.
     preempted_s: float = 0.0  #: Part of `generate_s`.
 
 
@@ -338,7 +338,7 @@ class Reward:
     value: float  #: Any finite number.
     answer: str | None = None  #: None if the model gave no answer.
     grader: str = ""  #: The name of what decided.
-    wall_s: float = 0.0
+    wall_s: float = 0.0  #: Seconds of grading.
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,10 +402,10 @@ class Trajectory:
         print(rollout.stop, rollout.answer, rollout.reward.value)
     """
 
-    id: str
-    problem_id: str
-    group_id: str
-    seed: int
+    id: str  #: GROUP/NUMBER.
+    problem_id: str  #: Of the problem.
+    group_id: str  #: Of the group.
+    seed: int  #: Of its sampling.
     prompt_ids: tuple[int, ...]  #: Tokens of the first prompt.
     turns: tuple[Turn, ...]  #: The model's turns, in order.
     stop: StopReason  #: Why the rollout ended, such as `answered` or `max_turns`.
@@ -415,9 +415,9 @@ class Trajectory:
     answer: str | None = None  #: The answer that is graded, as its environment reads it.
     reward: Reward | None = None  #: `reward.value` is the number.
     failure: Failure | None = None  #: Why there is no reward: not the model's fault.
-    started_at: float = 0.0
-    wall_s: float = 0.0
-    attempts: int = 1
+    started_at: float = 0.0  #: Seconds since 1970.
+    wall_s: float = 0.0  #: Seconds from start to reward.
+    attempts: int = 1  #: Above 1 if infrastructure failed before.
     more_segments: tuple[TokenSegment, ...] = ()  #: They share the reward and the advantage.
 
     @property
@@ -483,11 +483,11 @@ class Trajectory:
 class Group:
     """All rollouts of one problem in one step; `dropped` counts infrastructure losses by name."""
 
-    id: str
-    problem: Problem
-    step: int
-    trajectories: tuple[Trajectory, ...]
-    dropped: Mapping[str, int] = field(default_factory=dict)
+    id: str  #: STAGE/STEP/NUMBER.
+    problem: Problem  #: As it was in the file.
+    step: int  #: From 1 in every stage.
+    trajectories: tuple[Trajectory, ...]  #: Those with a reward.
+    dropped: Mapping[str, int] = field(default_factory=dict)  #: Lost rollouts by failure.
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -506,12 +506,12 @@ class Group:
 class Choice:
     """Why resampling kept or dropped one trajectory. One per trajectory, in group order."""
 
-    trajectory_id: str
-    kept: bool
-    reason: str
-    reward: float
-    p_err: float
-    p_format: float
+    trajectory_id: str  #: Of the trajectory.
+    kept: bool  #: Whether it is learnt from.
+    reason: str  #: In words.
+    reward: float  #: Its verified reward.
+    p_err: float  #: Share of failed calls; 0.5 without a call.
+    p_format: float  #: Format penalty of the environment.
     weight: float  #: In the draw: 1 / (epsilon + p_total) for positives, 1 for negatives.
 
 
@@ -519,9 +519,9 @@ class Choice:
 class Selection:
     """The result of resampling a group: 2G choices, G of them kept."""
 
-    group_id: str
-    variant: str
-    choices: tuple[Choice, ...]
+    group_id: str  #: Of the group.
+    variant: str  #: `rl.roc.variant`.
+    choices: tuple[Choice, ...]  #: In the order of the trajectories.
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -603,16 +603,16 @@ class Evaluation:
     """The evaluation of one policy on held-out problems in one mode (`greedy` or `sampled`)."""
 
     stage: str  #: The stage that it follows: `sft` or the name of an RL stage.
-    step: int
+    step: int  #: Of the stage that it follows.
     mode: str  #: `greedy` or `sampled`.
     accuracy: Estimate  #: The mean reward; for rewards of 0 and 1 the share of correct answers.
     kinds: Mapping[str, Estimate]  #: Accuracy per kind of problem; empty if problems have no kinds.
     failing_calls_in_correct: float | None  #: As tool_errors, inside correct trajectories.
     tool_errors: float | None  #: Failed calls / calls; None if there was no call.
     mean_length: float  #: Completion tokens per trajectory, tool responses included.
-    mean_turns: float
+    mean_turns: float  #: Assistant turns per trajectory.
     truncated: float  #: Share of trajectories that hit the length limit.
-    wall_s: float = 0.0
+    wall_s: float = 0.0  #: Seconds that it took.
     valid_calls: float | None = None  #: Executed calls / calls; None if there was no call.
 
 
