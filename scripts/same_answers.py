@@ -23,6 +23,8 @@ from rstar2.types import Trajectory, decode
 from tests.commands import codeenv_command
 from tests.vllm.answering import converse, serving, with_openai, with_transformers
 
+START_S = 1500.0
+"""How long vLLM may take to start: minutes on a busy machine."""
 QUESTIONS, SEED = 20, 20261117
 """Held-out problems are those that no training set has; the seed differs from all runs."""
 
@@ -47,7 +49,7 @@ def main(model: Path) -> int:
         chats = [chat(model, problem.prompt, url) for problem in problems]
     transformers = with_transformers(model)
     same = right = 0
-    with serving(model) as client, Sandbox() as box:
+    with serving(model, START_S) as client, Sandbox() as box:
         vllm = with_openai(client, [TOOL])
         for problem, trajectory in zip(problems, chats, strict=True):
             said = [turn.text for turn in trajectory.turns]

@@ -25,7 +25,7 @@ from rstar2.pipeline.progress import (
     sparkline,
 )
 from rstar2.report.table import accuracy, clock
-from rstar2.types import Estimate, Evaluation
+from rstar2.types import Estimate, Evaluation, encode
 
 METRICS: Mapping[str, Any] = {
     "reward": 0.812,
@@ -131,6 +131,16 @@ def test_the_live_view_stays_within_the_terminal(width: int) -> None:
 def test_views_take_whatever_the_pipeline_says() -> None:
     for view in (live()[0], PlainView(io.StringIO(), Clock()), QuietView()):
         drive(view)
+
+
+def test_a_resumed_run_shows_what_it_has_reached(tmp_path: Path) -> None:
+    (tmp_path / "evaluations.jsonl").write_bytes(encode(evaluation()) + b"\n")
+    view, _ = live()
+    view.open(recipe(), tmp_path)
+    shown = frame(view)
+    view.close()
+    assert "✓ sft 30.0%" in shown
+    assert "loading the model" in shown
 
 
 def test_the_terminal_is_given_back() -> None:

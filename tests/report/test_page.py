@@ -189,6 +189,18 @@ def test_without_sft_the_first_row_is_the_base_model(make_run: MakeRun) -> None:
     assert not re.search(r"^ *sft ", text, re.MULTILINE)
 
 
+@pytest.mark.parametrize(("most", "bars"), [(4, True), (3, False)])
+def test_the_end_table_fits_80_columns_with_bars_or_without(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, most: int, bars: bool
+) -> None:
+    """Four stages have bars; the fifth, of a run that was extended, leaves no room for them."""
+    monkeypatch.setattr("rstar2.report.table.MOST_BARS", most)
+    out = io.StringIO()
+    Console(file=out, width=80).print(end_table(make_run("wide")))
+    assert "…" not in out.getvalue()
+    assert ("━" in out.getvalue()) == bars
+
+
 def test_rewards_of_any_size_are_drawn_as_numbers(make_run: MakeRun) -> None:
     run = make_run("any-reward", stop_after=6)
     figure = next(figures(summarise(run)))

@@ -26,7 +26,7 @@ MAX_TOKENS, MAX_TURNS = 128, 3
 
 
 @contextmanager
-def serving(stage: Path) -> Iterator[httpx.Client]:
+def serving(stage: Path, start_s: float = START_S) -> Iterator[httpx.Client]:
     """The server of `vllm serve` with the options of the model card, on a Unix socket.
 
     The command itself does not start from the CPU packages, which have another name than vllm.
@@ -53,7 +53,7 @@ def serving(stage: Path) -> Iterator[httpx.Client]:
         transport = httpx.HTTPTransport(uds=str(socket))
         try:
             with httpx.Client(transport=transport, base_url="http://vllm", timeout=120) as client:
-                _wait_until_ready(client, socket, server, log)
+                _wait_until_ready(client, socket, server, log, start_s)
                 yield client
         finally:
             server.terminate()
@@ -65,9 +65,13 @@ def serving(stage: Path) -> Iterator[httpx.Client]:
 
 
 def _wait_until_ready(
-    client: httpx.Client, socket: Path, server: subprocess.Popen[bytes], log: Path
+    client: httpx.Client,
+    socket: Path,
+    server: subprocess.Popen[bytes],
+    log: Path,
+    start_s: float,
 ) -> None:
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + start_s
     while True:
         assert server.poll() is None, log.read_text()[-4000:]
         assert time.monotonic() < deadline, log.read_text()[-4000:]

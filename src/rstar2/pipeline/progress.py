@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rstar2.config import Recipe
+from rstar2.record import read_evaluations
 from rstar2.report.table import accuracy_colour, bar, clock
 from rstar2.types import Evaluation
 
@@ -218,6 +219,8 @@ class LiveView:
 
     def open(self, recipe: Recipe, run: Path) -> None:
         self._recipe, self._run, self._started = recipe, run, self._clock()
+        for evaluation in read_evaluations(run):  # of a run that is resumed
+            self._keep(evaluation)
         self._live = Live(
             self, console=self._console, refresh_per_second=4, transient=True, redirect_stdout=False
         )
@@ -235,9 +238,13 @@ class LiveView:
         self._now.advance(step, values, self._clock())
 
     def evaluation(self, evaluation: Evaluation) -> None:
+        self._keep(evaluation)
+        self._print(Text().append("✓ ", style="green").append(evaluation_line(evaluation)))
+
+    def _keep(self, evaluation: Evaluation) -> None:
+        """Keep the accuracy after a stage for the heading."""
         if evaluation.mode == "greedy" or evaluation.stage not in self._after:
             self._after[evaluation.stage] = percent(evaluation.accuracy.mean)
-        self._print(Text().append("✓ ", style="green").append(evaluation_line(evaluation)))
 
     def note(self, text: str) -> None:
         self._print(Text(f"· {text}", style="dim"))

@@ -12,6 +12,9 @@ from rich.text import Text
 from rstar2.report.summary import Summary, percent, summarise
 from rstar2.types import Estimate, Evaluation
 
+MOST_BARS = 4
+"""Columns with bars that fit beside each other in 80 columns."""
+
 
 def end_table(run: Path) -> Group:
     """Accuracy with intervals, tool-error rates and lengths by stage; then accuracy by kind."""
@@ -59,7 +62,8 @@ def kind_table(summary: Summary) -> Table:
         table.add_column(summary.label(stage), justify="right", no_wrap=True)
     for kind in summary.kinds:
         cells = [summary.evaluations[stage, mode].kinds.get(kind) for stage in stages]
-        table.add_row(kind, *(Text("-") if c is None else accuracy_bar(c.mean) for c in cells))
+        shown = accuracy_bar if len(stages) <= MOST_BARS else accuracy_text
+        table.add_row(kind, *(Text("-") if c is None else shown(c.mean) for c in cells))
     return table
 
 
@@ -110,6 +114,11 @@ def bar(share: float, width: int, style: str = "cyan") -> Text:
 def accuracy_colour(value: float) -> str:
     """Green, yellow or red."""
     return "green" if value >= 0.85 else "yellow" if value >= 0.5 else "red"
+
+
+def accuracy_text(value: float) -> Text:
+    """A percentage in its colour."""
+    return Text(percent(value), style=accuracy_colour(value))
 
 
 def accuracy_bar(value: float) -> Text:
