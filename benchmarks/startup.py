@@ -68,7 +68,7 @@ def main() -> int:
             if args.before is not None:
                 earlier = partial(cpu_seconds, given, args.before.absolute(), folder)
                 measures[f"before: {case}"] = earlier
-        values = interleave(measures, 1 if args.quick else 5)
+        values = interleave(measures, 1 if args.quick else 3)
     rows = []
     for case, (_, target) in CASES.items():
         if case in values:

@@ -6,8 +6,6 @@ run that was stopped, however it was stopped.
 
 from __future__ import annotations
 
-import asyncio
-import logging.handlers
 import os
 import shlex
 import shutil
@@ -17,22 +15,25 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
-from rich.console import Console
 
 from rstar2.cli.waiting import waiting
 from rstar2.config import LoadedRecipe, Recipe, load_recipe, render_recipe
 from rstar2.config.preflight import preflight
 from rstar2.errors import RecipeError, UserError
-from rstar2.pipeline.progress import ProgressView
 from rstar2.plugins import folder_of, load_function, make_importable
 from rstar2.record import RunDirectory, is_finished, read_evaluations
 from rstar2.track import check_trackers
 from rstar2.types import Split, encode
 
-Pipeline = Callable[[Recipe, RunDirectory, ProgressView], Awaitable[Any]]
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rstar2.pipeline.progress import ProgressView
+
+Pipeline = Callable[[Recipe, RunDirectory, "ProgressView"], Awaitable[Any]]
 
 INTRO = """\
 [bold]rstar2 quickstart[/]  the whole rStar2-Agent recipe, small enough for this machine
@@ -106,10 +107,10 @@ def quickstart(
 ) -> None:
     """Train the tiny agent with the whole recipe on this machine. Resumes a stopped run."""
     loaded = load_recipe("tiny", set_ or (), seed=seed)
-    Console(stderr=True, highlight=False).print(INTRO)
+    on_stderr().print(INTRO)
     execute(loaded.recipe, run, fresh=fresh, json=json)
     path = run or default_directory(loaded.recipe)
-    Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(next_steps(path))
+    on_stderr(markup=False, soft_wrap=True).print(next_steps(path))
 
 
 def sft(
@@ -153,6 +154,13 @@ def next_steps(path: Path) -> str:
         f"\nNext steps:\n{shown}\n"
         "The tiny model knows eight kinds of arithmetic questions; chat lists them."
     )
+
+
+def on_stderr(**settings: bool) -> Console:
+    """A console for progress; rich is imported on use, because --dry-run needs none of it."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, **settings)  # type: ignore[arg-type]
 
 
 def _short(path: Path) -> str:
@@ -214,7 +222,7 @@ def execute(
     With `extend`, the recipe has one more stage than the finished run in the directory.
     """
     path = (run or default_directory(recipe)).absolute()
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = on_stderr(soft_wrap=True)
     if not fresh and not extend and path.is_dir() and is_finished(path):
         RunDirectory.create_or_resume(path, recipe).close()  # refuses another recipe
         console.print(
@@ -238,6 +246,8 @@ def execute(
 
 def conclude(path: Path, *, json: bool) -> None:
     """Write the report; print the end table, or everything as JSON."""
+    from rich.console import Console
+
     from rstar2.report.page import write_report
     from rstar2.report.table import end_table
 
@@ -250,14 +260,14 @@ def conclude(path: Path, *, json: bool) -> None:
         return
     Console(highlight=False).print(end_table(path))
     took = time.monotonic() - started
-    Console(stderr=True, highlight=False, soft_wrap=True).print(
-        f"report: [bold]{page}[/] [dim](written in {took:.1f} s)[/]"
-    )
+    on_stderr(soft_wrap=True).print(f"report: [bold]{page}[/] [dim](written in {took:.1f} s)[/]")
 
 
 @contextmanager
 def log_to(path: Path) -> Iterator[None]:
     """Write log messages of this process to a file of bounded size."""
+    import logging.handlers
+
     handler = logging.handlers.RotatingFileHandler(path, maxBytes=8 << 20, backupCount=1)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
@@ -272,6 +282,8 @@ def _supervise(
     recipe: Recipe, directory: RunDirectory, pipeline: Pipeline | None, console: Console
 ) -> None:
     """Run the pipeline; a signal stops it gracefully and prints how to resume."""
+    import asyncio
+
     from rstar2.pipeline.progress import make_view
 
     view = make_view()
