@@ -105,7 +105,7 @@ def test_the_failures_of_a_hub_are_sentences(hub: DataSets, tmp_path: Path) -> N
     code, _, err = fetch("http://127.0.0.1:9", tmp_path, "dapo-math-17k")
     assert code == 2
     assert "the hub cannot be reached" in err
-    assert f"download {FILE} from https://huggingface.co/datasets/{DAPO}" in err
+    assert f"open https://huggingface.co/datasets/{DAPO}\n  download {FILE}\n" in err
     assert "copy to data/dapo-math-17k-raw/data" in err
     assert "Traceback" not in err
 
@@ -127,7 +127,7 @@ def test_the_list_names_hub_ids_and_licences(capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     assert "dapo-math-17k" in out
     assert "BytedTsinghua-SIA/DAPO-Math-17k" in out
-    assert max(map(len, out.splitlines())) <= 110
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_an_unknown_name_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,10 +83,13 @@ def known_sets() -> dict[str, HubSet]:
 
 
 def _list(sets: dict[str, HubSet]) -> None:
-    for name, one in sets.items():
-        typer.echo(f"{name:18} {one.content:18} {one.licence:13} {one.repository}")
+    for content in dict.fromkeys(one.content for one in sets.values()):
+        typer.echo(f"{content}:")
+        for name, one in sets.items():
+            if one.content == content:
+                typer.echo(f"{name:17} {one.licence:12} {one.repository}")
     typer.echo(
-        "\nLicences are as the publishers stated them; fetch prints what the hub says today.",
+        "\nLicences are as the publishers stated them; fetch prints what the hub says now.",
         err=True,
     )
 

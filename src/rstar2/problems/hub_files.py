@@ -175,7 +175,8 @@ def by_hand(name: str, wanted: HubSet, folder: Path, error: Exception) -> str:
     listed = ", ".join(wanted.files)
     return (
         f"{name}: the hub cannot be reached ({type(error).__name__}). On another machine:\n"
-        f"  download {listed} from {wanted.page}\n"
+        f"  open {wanted.page}\n"
+        f"  download {listed}\n"
         f"  copy to {folder / Path(wanted.files[0]).parent}\n"
         "  run this command again: it converts the files that are there"
     )
