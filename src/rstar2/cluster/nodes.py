@@ -99,9 +99,8 @@ def make_actor(
         "max_task_retries": 0,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(place.node.id, soft=False),
     }
-    if groups:
-        options["concurrency_groups"] = dict(groups)
-    return ray.remote(kind).options(**options).remote(*args)
+    remote = ray.remote(concurrency_groups=dict(groups)) if groups else ray.remote
+    return remote(kind).options(**options).remote(*args)
 
 
 async def answer(reference: Awaitable[T], what: str, deadline_s: float) -> T:
