@@ -27,6 +27,7 @@ NEEDS = {
     "evaluation/": "evaluation.every",
     "time/evaluate": "evaluation.every",
     "tool_errors/<outcome>": "a failed call",
+    "weights/rehearsal_gap": "LoRA",
 }
 """Metrics that the miniature run need not record, and why."""
 
@@ -91,6 +92,21 @@ def test_metric_names_are_matched_whole() -> None:
     assert describe("engine/kv_peak") is not describe("engine/embedded-0/kv_peak")
     assert describe("engine/a/b/kv_peak") is None
     assert describe("rewards") is None
+
+
+def test_metrics_that_the_source_names_are_described() -> None:
+    """Also those that the miniature run does not record."""
+    families = "|".join({name.split("/")[0] for group in METRICS.values() for name in group})
+    literal = re.compile(rf'"((?:{families})/[a-z0-9_]+)"')
+    folders = ("learner", "grpo", "pipeline", "rollout", "problems", "cluster")
+    named = {
+        name
+        for folder in folders
+        for path in (ROOT / "src" / "rstar2" / folder).rglob("*.py")
+        for name in literal.findall(path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 50
+    assert sorted(name for name in named if describe(name) is None) == []
 
 
 def test_a_run_records_the_metrics_of_the_page(finished: Path) -> None:

@@ -171,6 +171,10 @@ METRICS: dict[str, dict[str, MetricNote]] = {
     "Weights": {
         "weights/version": N("version that the engines serve", "rises by 1 per step"),
         "weights/megabytes": N("size of the update"),
+        "weights/rehearsal_gap": N(
+            "LoRA: how far a planted adapter moves the learner's logprobs of the probe",
+            "four times the tolerance or more",
+        ),
         "weights/probe_gap": N(
             "difference of the probe's logprobs, engine against learner, after the update",
             "below 1e-3 in float32",
