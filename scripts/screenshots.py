@@ -1,9 +1,10 @@
-"""Take screenshots of the viewer with the system's Chromium, from a run directory.
+"""Take screenshots of all views of the viewer with the system's Chromium, to look at.
 
     python scripts/screenshots.py runs/tiny-seed0 [MORE RUNS] [--out runs/screenshots]
 
-Every level at desktop and phone width, light and dark. Needs `pip install playwright` (extra `dev`)
-and a browser (scripts/install-debian.sh); nothing is downloaded.
+Every view at desktop and phone width, light and dark; pictures.py takes those of the documentation.
+Needs `pip install playwright` (extra `dev`) and a browser (scripts/install-debian.sh); nothing is
+downloaded.
 """
 
 from __future__ import annotations
