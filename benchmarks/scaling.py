@@ -110,6 +110,10 @@ class ScriptedEngine:
     async def held_weights(self) -> HeldWeights:
         return HeldWeights("float32", {})
 
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return [0.0] * (len(token_ids) - 1)
 

@@ -22,7 +22,7 @@ LAYERS = (
         *("agent", "codeenv", "endpoint", "engine", "entropy", "environments", "evaluate"),
         *("grpo", "learner", "problems", "report", "reward", "rollout", "sandbox", "viewer"),
     },
-    {"pipeline", "cluster", "plan", "mcp"},
+    {"pipeline", "cluster", "plan", "mcp", "gpu_check"},
     {"evidence"},
     {"cli", "__main__", "api"},
 )

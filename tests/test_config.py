@@ -191,6 +191,8 @@ def test_wrong_overrides(override: str, expected: str) -> None:
         (["rl.loss.sequence_mask=[2, 1]"], "increasing pair"),
         (["rl.sampling.temperature=0"], "same rollout every time"),
         (["learner.lora={rank: 8}"], "learner.lora trains none: use adamw"),
+        (["engine.sleep=true"], "needs vLLM servers that rstar2 starts"),
+        (["engine.kind=vllm", "engine.lora=adapter"], "engine.lora = adapter needs learner.lora"),
         (["engine.kind=openai"], "evaluation only"),
         (["engine.urls=[http://x]"], "not used by engine.kind = embedded"),
         (["deterministic=true", "rl.staleness=1"], "must be 0"),

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from rstar2.config import OptimizerConfig
-from rstar2.errors import RecipeError
+from rstar2.errors import InvariantError, RecipeError
 from rstar2.learner.optim import lr_factor, orthogonalise
-from tests.learner.learner_helpers import VOCABULARY, make_learner
+from tests.learner.learner_helpers import PROBE, VOCABULARY, make_learner
 
 
 @pytest.mark.parametrize(
@@ -94,3 +94,17 @@ def test_rows_with_nothing_to_predict_are_left_out(model_dir: Path) -> None:
     learner = make_learner(model_dir)
     silent = ((1, 2, 3), (0, 0, 0))
     assert learner.sft_loss([*rows(0), silent]) == pytest.approx(learner.sft_loss(rows(0)))
+
+
+def test_moments_move_to_another_device_and_back_before_a_step(model_dir: Path) -> None:
+    learner = make_learner(model_dir)
+    optimizers = learner._optimizers
+    learner.offload_optimizer()
+    with pytest.raises(InvariantError, match="in host memory"):
+        learner.sft_step(PROBE)
+    learner.reset_optimizer()
+    assert learner._optimizers.away, "a new optimizer stays where the old one was"
+    learner.onload_optimizer()
+    assert learner.sft_step(PROBE)["updates"] == 1
+    optimizers.move("meta", away=True)  # there is no second device here
+    assert {value.device.type for value in optimizers.state().values()} == {"meta"}

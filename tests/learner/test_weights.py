@@ -52,6 +52,10 @@ class FileEngine:
         assert self._learner is not None
         return HeldWeights("float32", self._learner.weight_sums("float32", exported=True))
 
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
     async def load(self) -> EngineLoad:
         return EngineLoad(0, 0, 0, 0, self.version)
 

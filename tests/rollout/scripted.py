@@ -86,6 +86,10 @@ class ScriptedEngine:
 
     async def resume(self) -> None: ...
 
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
     async def abort(self) -> None:
         await self.close()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+import warnings
 from dataclasses import replace
 from importlib.metadata import distributions
 from importlib.util import find_spec
@@ -15,8 +16,6 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from rstar2.config import load_recipe
 from rstar2.engine.make import GpuDevice, server_settings
@@ -40,7 +39,13 @@ GPU = replace(
 
 @pytest.fixture(scope="module")
 def parser() -> Any:
-    return make_arg_parser(FlexibleArgumentParser())
+    """vLLM's own parser; importing it makes torch warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        return make_arg_parser(FlexibleArgumentParser())
 
 
 def parsed(parser: Any, settings: ServerSettings) -> Any:
@@ -56,7 +61,7 @@ def test_a_server_on_a_cpu(parser: Any) -> None:
     assert seen.generation_config == "vllm"
     assert seen.enforce_eager is True
     assert seen.enable_chunked_prefill is False
-    assert seen.enable_lora is False
+    assert not seen.enable_lora
     assert seen.enable_prompt_tokens_details is True
 
 

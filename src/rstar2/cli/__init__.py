@@ -52,6 +52,11 @@ COMMANDS = {
     "env": ("rstar2.cli.env", "app", "List, check and try environments."),
     "plan": ("rstar2.cli.plan", "plan", "Estimate memory, time and cost of a recipe on a cluster."),
     "doctor": ("rstar2.cli.doctor", "doctor", "Check what this machine supports."),
+    "gpu-check": (
+        "rstar2.cli.gpu_check",
+        "gpu_check",
+        "Check on this machine everything that a run on GPUs needs.",
+    ),
 }
 
 

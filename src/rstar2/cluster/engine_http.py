@@ -1,6 +1,6 @@
 """`base.Engine` over HTTP: the server application and its client.
 
-    POST /generate /score /release /resume /weights   GET /held /load /capacity
+    POST /generate /score /release /resume /sleep /wake /weights   GET /held /load /capacity
 
 Bodies are msgpack; token ids are int32 bytes. Weights are not sent over HTTP: `/weights` names a
 directory that both sides can read. Every request carries a bearer token. A client that disconnects
@@ -85,6 +85,8 @@ class EngineApp(Starlette):
                 self._route("POST", "/score", self._score),
                 self._route("POST", "/release", self._release),
                 self._route("POST", "/resume", self._resume),
+                self._route("POST", "/sleep", self._sleep),
+                self._route("POST", "/wake", self._wake),
                 self._route("POST", "/weights", self._weights),
                 self._route("GET", "/held", self._held),
                 self._route("GET", "/load", self._load),
@@ -126,6 +128,12 @@ class EngineApp(Starlette):
 
     async def _resume(self, _: bytes) -> None:
         await self._engine.resume()
+
+    async def _sleep(self, _: bytes) -> None:
+        await self._engine.sleep()
+
+    async def _wake(self, _: bytes) -> None:
+        await self._engine.wake()
 
     async def _weights(self, body: bytes) -> None:
         new = _decode(body, type=TakeWeights)
@@ -200,6 +208,12 @@ class EngineClient:
 
     async def resume(self) -> None:
         await self._ask("POST", "/resume")
+
+    async def sleep(self) -> None:
+        await self._ask("POST", "/sleep")
+
+    async def wake(self) -> None:
+        await self._ask("POST", "/wake")
 
     async def weights(self, version: int, path: Path, *, hold: bool) -> None:
         await self._ask("POST", "/weights", _encode(TakeWeights(version, str(path), hold)))

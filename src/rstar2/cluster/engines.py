@@ -165,6 +165,16 @@ class RemoteEngine:
             raise UserError(f"{self.name}: version {update.version} must be given as files")
         await self._alive().weights(update.version, update.path, hold=update.hold)
 
+    async def sleep(self) -> None:
+        """Give back the memory of the node's GPUs."""
+        if self._client is not None:
+            await self._client.sleep()
+
+    async def wake(self) -> None:
+        """Take the memory of the node's GPUs again."""
+        if self._client is not None:
+            await self._client.wake()
+
     async def resume(self) -> None:
         """Let running requests continue after an update with `hold`."""
         await self._alive().resume()

@@ -275,6 +275,18 @@ def _engines(recipe: Recipe) -> Iterator[RecipeFault]:
             yield RecipeFault(
                 f"engine.lora = adapter needs {wrong}: set that, or use merged", ("engine.lora",)
             )
+    if engine.sleep and (engine.kind != "vllm" or engine.urls or recipe.rl.staleness):
+        yield RecipeFault(
+            "engine.sleep = true needs vLLM servers that rstar2 starts (engine.kind = vllm, no "
+            "engine.urls) and that do not generate while the learner trains (rl.staleness = 0)",
+            ("engine.sleep", "engine.kind", "engine.urls", "rl.staleness"),
+        )
+    if engine.sleep and recipe.cluster is not None and not recipe.cluster.colocate:
+        yield RecipeFault(
+            "engine.sleep = true, but cluster.colocate = false gives engines their own GPUs: "
+            "leave one of them out",
+            ("engine.sleep", "cluster.colocate"),
+        )
     if engine.kind == "openai":
         if recipe.rl.stages:
             yield RecipeFault(

@@ -93,6 +93,9 @@ class EngineConfig(Section):
     lora: Literal["merged", "adapter"] = "merged"
     """How vLLM engines receive a policy that is trained with `learner.lora`: as merged weights, or
     as an adapter beside the weights of the model (smaller, and not rounded to `model.dtype`)."""
+    sleep: bool = False
+    """vLLM servers on the learner's GPUs give back their memory while it trains, and its optimizer
+    state is in host memory while they generate."""
     gpu_memory_share: float | None = Field(None, gt=0, le=1)
     """Share of a GPU's memory that one vLLM server takes; null computes it as `rstar2 plan` does:
     what the learner needs at its peak stays free on the GPUs that they share."""

@@ -88,6 +88,17 @@ class Engine(Generator, Protocol):
         """Checksums of the weights that it computes with, read from its own tensors."""
         ...
 
+    async def sleep(self) -> None:
+        """Give back the memory of weights and KV; requests wait for `wake`. Idempotent.
+
+        A no-op in an engine whose memory the learner cannot use.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Take the memory again, with the weights from before `sleep`. Idempotent."""
+        ...
+
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprob of each token after the first, at temperature 1; the probe of Invariant 7."""
         ...

@@ -293,6 +293,12 @@ class EmbeddedEngine:
                 if update.state is not None and not link.closed:
                     os.ftruncate(link.mailbox, 0)
 
+    async def sleep(self) -> None:
+        """No-op: this engine's memory is the host's, and it has no other place."""
+
+    async def wake(self) -> None:
+        """No-op, as `sleep`."""
+
     async def resume(self) -> None:
         """Let running requests continue after an update with `hold`."""
         self._alive().send(wire.Resume())

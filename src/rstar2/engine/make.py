@@ -115,6 +115,7 @@ def server_settings(
         dtype=recipe.model.dtype,
         weight_backend="nccl" if config.weight_transfer == "nccl" else None,
         lora_rank=recipe.learner.lora.rank if by_adapter and recipe.learner.lora else None,
+        sleep_mode=config.sleep and bool(gpus) and beside is not None,  # vLLM on CPUs cannot
         memory_share=share if gpus else None,
         arguments=config.arguments,
         environment=environment,

@@ -80,6 +80,7 @@ class VllmEngine:
         self._updating = asyncio.Lock()
         self._updates = 0
         self._open = asyncio.Event()
+        self._asleep = False
 
     # ------------------------------------------------------------------ lifecycle
 
@@ -87,6 +88,11 @@ class VllmEngine:
     def pid(self) -> int | None:
         """Process group of the server; None if we have not started one."""
         return None if self._server is None else self._server.pid
+
+    @property
+    def server_settings(self) -> ServerSettings | None:
+        """Settings of our server; None for one given by URL."""
+        return None if self._server is None else self._server.settings
 
     async def start(self) -> None:
         """Start a server, or connect to the given one; a no-op while it answers."""
@@ -108,6 +114,7 @@ class VllmEngine:
             await self.close()
             raise
         self._version = STALE
+        self._asleep = False
         self._open.set()
 
     def last_words(self) -> str:
@@ -270,6 +277,26 @@ class VllmEngine:
             self._version = update.version
         if not update.hold:
             await self.resume()
+
+    async def sleep(self) -> None:
+        """Interrupt running requests and free the GPU; a no-op without `sleep_mode`."""
+        if self._server is None or not self._server.settings.sleep_mode or self._asleep:
+            return
+        async with self._updating:
+            self._open.clear()
+            self._updates += 1
+            await self.client.sleep(CONTROL_DEADLINE_S)
+            self._asleep = True
+
+    async def wake(self) -> None:
+        """Take the GPU's memory again; requests continue, with an empty KV cache."""
+        if not self._asleep:
+            return
+        async with self._updating:
+            await self.client.wake(CONTROL_DEADLINE_S)
+            await self.client.forget(CONTROL_DEADLINE_S)
+            self._asleep = False
+        await self.resume()
 
     async def resume(self) -> None:
         """Let interrupted requests continue: the weights are verified."""

@@ -25,8 +25,6 @@ from rstar2.http_client import Address
 from rstar2.types import Finish, Generation, Sampling, VersionSpan
 
 SHOWN_CHARS = 500
-ADAPTER = "rstar2"
-"""Name of the LoRA adapter under training."""
 _SAMPLE = re.compile(r"^(vllm:\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -116,6 +114,7 @@ class VllmClient:
         self.name = name
         self.adapter: str | None = None
         """LoRA adapter that all requests use."""
+        self._adapters = 0
         if url is not None:
             address = Address.parse(url.rstrip("/"), None, "engine.urls")
         else:
@@ -281,11 +280,27 @@ class VllmClient:
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
         await self._ask("POST", "/collective_rpc", deadline_s, body)
 
+    async def sleep(self, deadline_s: float) -> None:
+        """Move the weights to the host and drop the KV cache; needs --enable-sleep-mode."""
+        await self._ask("POST", "/sleep", deadline_s, level="1", mode="abort")
+
+    async def wake(self, deadline_s: float) -> None:
+        """Take back the memory of weights and KV cache."""
+        await self._ask("POST", "/wake_up", deadline_s)
+
     async def load_adapter(self, path: Path, deadline_s: float) -> None:
-        """Load a LoRA adapter, in place of the one before, and use it for all requests."""
-        body = {"lora_name": ADAPTER, "lora_path": str(path), "load_inplace": True}
+        """Load a LoRA adapter, use it for all requests, and remove the one before.
+
+        Every adapter has its own name: vLLM reads one that replaces another of the same name from
+        its files again for every request.
+        """
+        self._adapters += 1
+        before, name = self.adapter, f"rstar2-{self._adapters}"
+        body = {"lora_name": name, "lora_path": str(path)}
         await self._ask("POST", "/v1/load_lora_adapter", deadline_s, body)
-        self.adapter = ADAPTER
+        self.adapter = name
+        if before is not None:
+            await self._ask("POST", "/v1/unload_lora_adapter", deadline_s, {"lora_name": before})
 
     async def held_weights(self, deadline_s: float) -> HeldWeights:
         """Checksums of the weights in the server's workers; needs our plugin in the server."""

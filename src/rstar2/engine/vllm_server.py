@@ -52,6 +52,8 @@ class ServerSettings:
     """Keep vLLM's packing of linear layers, which makes weight updates wrong on CPUs."""
     lora_rank: int | None = None
     """Rank of the adapters that the server loads at run time; None: it loads none."""
+    sleep_mode: bool = False
+    """Whether the server can give back the GPU's memory for a time."""
     memory_share: float | None = None
     """Share of the GPU's memory that the server may use; None leaves it to vLLM."""
     weight_backend: str | None = None
@@ -83,6 +85,8 @@ def arguments_of(settings: ServerSettings, socket: Path) -> list[str]:
         arguments += ["--max-num-batched-tokens", str(max(STEP_TOKENS, settings.max_length))]
     if settings.memory_share is not None:
         arguments += ["--gpu-memory-utilization", f"{settings.memory_share:.3f}"]
+    if settings.sleep_mode:
+        arguments += ["--enable-sleep-mode"]
     if settings.lora_rank is not None:
         rank = next(size for size in LORA_RANKS if size >= settings.lora_rank)
         arguments += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]

@@ -42,7 +42,8 @@ from rstar2.errors import (
     RstarError,
 )
 from rstar2.learner.heartbeat import LOOK_S, HangWatch, Heart, OwnTime, Pulse, PulseReader
-from rstar2.learner.learner import Learner, SftRow
+from rstar2.learner.learner import Learner
+from rstar2.learner.sft_loss import SftRow
 from rstar2.malloc import keep_freed_memory
 from rstar2.types import Batch, TokenValues
 
@@ -151,6 +152,14 @@ class LearnerGroup:
     def retune(self, config: OptimizerConfig, total_steps: int | None = None) -> None:
         """Change learning rates and schedule; moments, step count and reference stay."""
         self._call("retune", config, total_steps)
+
+    def offload_optimizer(self) -> None:
+        """Move the optimizer's state to host memory; no step is possible before `onload`."""
+        self._call("offload_optimizer")
+
+    def onload_optimizer(self) -> None:
+        """Move the optimizer's state back to the device. Idempotent, as `offload_optimizer`."""
+        self._call("onload_optimizer")
 
     def save(self, path: str | Path, extra: dict[str, Any] | None = None) -> None:
         """Write everything that is needed to resume, atomically."""

@@ -37,10 +37,8 @@ from rstar2.learner import checkpoint, lora, weights
 from rstar2.learner.model import PackedPolicy, adapt, load_policy, shard
 from rstar2.learner.optim import Optimizers
 from rstar2.learner.pack import Pack, empty_pack, flat, input_length, make_pack, make_row, plan
+from rstar2.learner.sft_loss import LossOf, SftRow, mean_logprob_loss
 from rstar2.types import Batch, Sample, TokenValues
-
-SftRow = tuple[Sequence[int], Sequence[int]]
-"""(token ids, mask): 1 on tokens that enter the SFT loss."""
 
 MAX_SKIPPED = 5
 """Updates in a row that may be skipped because their gradient is not finite."""
@@ -50,8 +48,6 @@ LOGPROB_DIGITS = 6
 
 BASE_PROBE = tuple(range(1, 33))
 """Tokens whose logprobs identify the frozen weights of a checkpoint of adapters."""
-
-LossOf = Callable[[Pack, Tensor, Tensor], tuple[Tensor, Stats]]
 
 
 class Learner:
@@ -144,7 +140,7 @@ class Learner:
         packs = self._packs(rows)
         rate = self._optimizers.factor * self._optimizers.config.lr
         stats = Stats.empty(self.device)
-        norm = self._update(packs, _sft_loss(_predicted(rows), self.device), stats)
+        norm = self._update(packs, mean_logprob_loss(rows, self.device), stats)
         total = self._reduced(stats).metrics(LossConfig())
         metrics = {"loss": total["loss"], "entropy": total["entropy"], "tokens": total["tokens"]}
         return metrics | self._step_metrics([norm], rate, [packs])
@@ -154,7 +150,7 @@ class Learner:
         """Mean negative logprob of the masked-in tokens; the weights stay as they are."""
         packs = self._packs(rows)
         stats = Stats.empty(self.device)
-        loss_of = _sft_loss(_predicted(rows), self.device)
+        loss_of = mean_logprob_loss(rows, self.device)
         for pack in packs:
             stats.add(loss_of(pack, *self._forward(pack))[1])
         self._free_gathered()
@@ -298,10 +294,23 @@ class Learner:
         self, config: OptimizerConfig | None = None, total_steps: int | None = None
     ) -> None:
         """Start a phase: new moments and step count; the current weights become the reference."""
+        away = self._optimizers.away
         self._optimizers = self._make_optimizers(
             config or self._optimizers.config, total_steps or self._optimizers.total_steps
         )
+        if away:
+            self.offload_optimizer()
         self._reference = None
+
+    def offload_optimizer(self) -> None:
+        """Move the moments to host memory, where engines on the same GPU do not need it."""
+        if not self._optimizers.away:
+            self._optimizers.move("cpu", away=True)
+
+    def onload_optimizer(self) -> None:
+        """Move the moments back, before the next step."""
+        if self._optimizers.away:
+            self._optimizers.move(self.device, away=False)
 
     def retune(self, config: OptimizerConfig, total_steps: int | None = None) -> None:
         """Change learning rates and schedule; moments, step count and reference stay."""
@@ -480,20 +489,3 @@ def _rounded(values: Tensor) -> tuple[float, ...]:
 
 def _by_pack(packs: Sequence[Pack], values: Sequence[Tensor]) -> dict[int, Tensor]:
     return {id(pack): value for pack, value in zip(packs, values, strict=True)}
-
-
-def _predicted(rows: Sequence[SftRow]) -> int:
-    return sum(sum(map(bool, mask[1:])) for _, mask in rows)
-
-
-def _sft_loss(tokens: int, device: str) -> LossOf:
-    """Mean negative logprob, in the statistics of the GRPO loss (where it is the policy term)."""
-
-    def loss_of(pack: Pack, current_T: Tensor, entropy_T: Tensor) -> tuple[Tensor, Stats]:
-        stats = Stats.empty(device)
-        stats.sums[0] = current_T.numel()
-        stats.sums[1] = -current_T.detach().sum(dtype=torch.float64)
-        stats.sums[3] = entropy_T.detach().sum(dtype=torch.float64)
-        return -current_T.sum() / tokens, stats
-
-    return loss_of

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rstar2.config import OptimizerConfig
+from rstar2.errors import InvariantError
 
 MUON_MOMENTUM = 0.95
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -98,6 +99,8 @@ class Optimizers:
     ) -> None:
         self.config, self.total_steps, self.steps = config, total_steps, 0
         self._named = dict(named)
+        self.away = False
+        """Whether the moments are in host memory (`move`)."""
         muon = set(matrices) if config.matrix_optimizer == "muon" else set()
         rest = {n: p for n, p in named.items() if n not in muon}
         groups: list[dict[str, Any]] = [
@@ -149,8 +152,18 @@ class Optimizers:
                 if "betas" in group:
                     group["betas"] = config.betas
 
+    def move(self, device: str, *, away: bool) -> None:
+        """Move all moments to a device; away from the parameters no step can be taken."""
+        for name, param in self._named.items():
+            state = self._owner[name].state[param]
+            for key, value in state.items():
+                state[key] = value.to(device)
+        self.away = away
+
     def step(self) -> None:
         """Update all parameters at the scheduled rate."""
+        if self.away:
+            raise InvariantError("the optimizer's state is in host memory: move it back first")
         factor = self.factor
         for optimizer, rate in self._all:
             for group in optimizer.param_groups:

@@ -144,7 +144,8 @@ async def train(training: Training) -> RunState:
 async def initial_policy(training: Training, state: RunState) -> RunState:
     """Run SFT if the recipe has it; in both cases evaluate the policy that RL starts from."""
     if training.recipe.sft is not None and SFT not in state.done:
-        training.runtime.start_serving()
+        if not training.recipe.engine.sleep:  # the learner has the GPUs first
+            training.runtime.start_serving()
         if training.recipe.evaluation.every and not state.step:
             await stages.evaluation(training, BASE, state)
         state = await stages.sft(training, training.recipe.sft, state)

@@ -18,7 +18,7 @@ import asyncio
 import functools
 import logging
 import shutil
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -138,6 +138,7 @@ class Runtime:
         """Replace a learner that lost a rank; the new one has the initial weights."""
         if self.cluster is not None:
             await self.cluster.look()
+        await self._sleep()  # a new rank needs more memory while it loads than a running one
         await self.on_learner(self.learner.close)
         _, self.learner = await self.on_learner(
             load_model, self.recipe, self.model_dir, self.cluster
@@ -146,6 +147,33 @@ class Runtime:
         self._serving.clear()
 
     # ------------------------------------------------------------------ serving
+
+    async def use_gpus_to_learn(self) -> None:
+        """Let engines that share GPUs with the learner sleep (`engine.sleep`). Idempotent."""
+        if self.recipe.engine.sleep:
+            await self._sleep()
+            await self.on_learner(self.learner.onload_optimizer)
+
+    async def use_gpus_to_generate(self) -> None:
+        """Wake the engines; the optimizer's state is in host memory meanwhile. Idempotent."""
+        if self.recipe.engine.sleep:
+            await self.on_learner(self.learner.offload_optimizer)
+            await asyncio.gather(*(self._or_abort(e, e.wake) for e in self._engines))
+
+    async def _sleep(self) -> None:
+        if self.recipe.engine.sleep:
+            await asyncio.gather(*(self._or_abort(e, e.sleep) for e in self._engines))
+
+    async def _or_abort(self, engine: Engine, action: Callable[[], Awaitable[None]]) -> None:
+        """Ask an engine to sleep or wake. One that fails is ended, which frees its memory.
+
+        The next publication starts it again.
+        """
+        try:
+            await action()
+        except InfrastructureError as error:
+            log.warning("engine %s is ended: %s", engine.name, error)
+            await engine.abort()
 
     def start_serving(self) -> None:
         """Start engines and code environment in the background."""
@@ -186,6 +214,7 @@ class Runtime:
         engines already serve it, nothing is done and there are no metrics. Raises EngineError if no
         engine can be started.
         """
+        await self.use_gpus_to_generate()
         self.start_serving()
         assert self._starting is not None
         await self._starting
@@ -209,6 +238,7 @@ class Runtime:
 
     async def exported_tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer for exports: its chat template writes this run's prompts."""
+        await self.use_gpus_to_generate()
         self.start_serving()
         assert self._starting is not None
         await self._starting

@@ -34,7 +34,7 @@ from rstar2.tasks import to_the_end, together
 from rstar2.types import Conversation, Evaluation, Group
 
 if TYPE_CHECKING:
-    from rstar2.learner.learner import SftRow
+    from rstar2.learner.sft_loss import SftRow
 
 SFT_HELDOUT = 64
 """Conversations in the held-out loss."""
@@ -48,6 +48,7 @@ async def sft(training: Training, config: SftConfig, state: RunState) -> RunStat
     """Teach the format. Each batch is tokenised while the learner trains on the previous one."""
     learner, total = training.runtime.learner, sft_steps(config)
     state = state.begin(SFT)
+    await training.runtime.use_gpus_to_learn()
     if state.step == 0:
         await training.runtime.on_learner(learner.reset_optimizer, config.optimizer, total)
     training.view.stage(SFT, StageKind.SFT, total, state.step)

@@ -103,6 +103,7 @@ class Training:
                 f"{stage} step {batch.step}: every group had equal rewards, nothing to learn"
             )
             return None
+        await self.runtime.use_gpus_to_learn()
         learning = asyncio.ensure_future(
             self.runtime.on_learner(
                 learner.rl_step, batch, rl.loss, rl.minibatches, rl.sampling.temperature

@@ -20,7 +20,7 @@ from heapq import heappop, heappush
 from rstar2.config import Recipe
 from rstar2.model_config import ModelShape, find_shape
 from rstar2.plan.hardware import Cluster
-from rstar2.plan.lora import state_bytes, state_label
+from rstar2.plan.lora import ASLEEP_GB, resident_bytes, state_bytes, state_label
 from rstar2.plan.workload import (
     Assumptions,
     StageLoad,
@@ -208,7 +208,10 @@ def memory_fit(
     weights = 2 * shape.parameters / layout.tensor_parallel / GB
     parts = {"weights, bfloat16": weights}
     limit = assume.kv_share * cluster.gpu.memory_gb
-    if layout.colocated:
+    asleep = layout.colocated and recipe.engine.sleep
+    if asleep:
+        parts["weights of the learner"] = resident_bytes(shape, recipe.learner) / layout.ranks / GB
+    elif layout.colocated:
         state = next(iter(learner.values()))
         away = state if assume.host_state else 0.0
         parts["learner on the same GPU"] = sum(learner.values()) - away
@@ -217,7 +220,7 @@ def memory_fit(
     counted = room or max(0.0, limit - weights)  # what does not fit is timed without the learner
     tokens = int(counted * GB / (2 * shape.kv_numbers / layout.tensor_parallel))
     if layout.colocated:
-        learner["engine on the same GPU"] = weights + room
+        learner["engine on the same GPU"] = ASLEEP_GB if asleep else weights + room
     return MemoryFit(parts, limit), MemoryFit(learner, 0.95 * cluster.gpu.memory_gb), tokens
 
 

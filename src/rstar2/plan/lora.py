@@ -1,10 +1,17 @@
-"""Memory of a learner's state: all weights are trained, or LoRA adapters beside frozen weights."""
+"""Memory of a learner's state: all weights are trained, or LoRA adapters beside frozen weights.
+
+While colocated engines generate (`engine.sleep`) the moments are in host memory and there are no
+gradients: only the weights stay on the GPU.
+"""
 
 from __future__ import annotations
 
 from rstar2.config import LearnerConfig
 from rstar2.model_config import ModelShape
 
+WEIGHT_BYTES = 4
+ASLEEP_GB = 1.5
+"""What a sleeping server keeps: CUDA's context and graphs. An estimate, not measured."""
 STATE_BYTES = 16
 """Bytes per trained parameter: weight, gradient and two moments in float32."""
 
@@ -16,6 +23,15 @@ def state_bytes(shape: ModelShape, learner: LearnerConfig) -> float:
     frozen = 4 if learner.dtype == "float32" else 2
     trained = shape.adapter_parameters(learner.lora.rank, learner.lora.targets)
     return float(frozen * shape.parameters + STATE_BYTES * trained)
+
+
+def resident_bytes(shape: ModelShape, learner: LearnerConfig) -> float:
+    """Bytes of the weights of all ranks together: what stays on the GPUs during generation."""
+    if learner.lora is None:
+        return float(WEIGHT_BYTES * shape.parameters)
+    frozen = 4 if learner.dtype == "float32" else 2
+    trained = shape.adapter_parameters(learner.lora.rank, learner.lora.targets)
+    return float(frozen * shape.parameters + WEIGHT_BYTES * trained)
 
 
 def state_label(learner: LearnerConfig, ranks: int) -> str:

@@ -54,8 +54,9 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield f"  each engine's KV cache holds {plan.kv_tokens:,} tokens"
     if plan.layout.colocated and plan.engine.fits:
         share = max(0.05, plan.engine_share - 0.005)
-        yield f"  an engine keeps its memory while the learner works: it gets {share:.2f} of the"
-        yield "    GPU (engine.gpu_memory_share)"
+        what = "gives back" if "weights of the learner" in plan.engine.parts else "keeps"
+        yield f"  an engine {what} its memory while the learner works; it gets {share:.2f}"
+        yield "    of the GPU (engine.gpu_memory_share)"
     yield ""
 
 

@@ -8,6 +8,7 @@ from rstar2.config import Recipe
 from rstar2.errors import RecipeError, UserError
 from rstar2.model_config import find_shape
 from rstar2.plan.estimate import GB, layout_of, learner_parts
+from rstar2.plan.lora import resident_bytes
 from rstar2.plan.workload import Assumptions
 
 
@@ -15,7 +16,8 @@ def beside_learner(recipe: Recipe, assume: Assumptions | None = None) -> Callabl
     """The share that the learner leaves, by the memory of the GPU in GB.
 
     The learner's memory is its peak, so that a rank can also be started again beside a running
-    server. RecipeError if a server's weights do not fit beside it.
+    server; with `engine.sleep`, what it keeps while engines generate. RecipeError if a server's
+    weights do not fit beside it.
     """
 
     def share(memory_gb: float) -> float:
@@ -28,6 +30,8 @@ def beside_learner(recipe: Recipe, assume: Assumptions | None = None) -> Callabl
                 "engine.gpu_memory_share"
             ) from error
         learner = sum(learner_parts(recipe, shape, layout).values())
+        if recipe.engine.sleep:
+            learner = resident_bytes(shape, recipe.learner) / layout.ranks / GB
         left = (assume or Assumptions()).kv_share - learner / memory_gb
         weights = 2 * shape.parameters / layout.tensor_parallel / GB
         if left * memory_gb <= weights:
