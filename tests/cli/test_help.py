@@ -53,6 +53,14 @@ def test_a_misspelt_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]
     assert "--model" in rstar2(capsys, "chat", "--modle", "x")[2]
 
 
+def test_the_list_of_environments_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = rstar2(capsys, "env", "list")
+    assert code == 0
+    built_in = [line for line in out.splitlines() if "  built in " in line]
+    assert len(built_in) >= 3
+    assert all(len(line) <= 80 for line in built_in)
+
+
 def test_the_shell_completes_commands_and_their_options(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

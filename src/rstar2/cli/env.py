@@ -58,8 +58,11 @@ def list_() -> None:
     """List the environments that are built in or come with installed packages."""
     from rstar2.environments.load import known_environments
 
-    for entry in known_environments().values():
-        typer.echo(f"{entry.name:<20} {entry.origin:<20} {entry.target}")
+    known = known_environments().values()
+    names = max(len(entry.name) for entry in known)
+    origins = max(len(entry.origin) for entry in known)
+    for entry in known:
+        typer.echo(f"{entry.name:<{names}}  {entry.origin:<{origins}}  {entry.target}")
     typer.echo("An environment of your own is named module:attribute.")
 
 
