@@ -29,7 +29,7 @@ MARK = re.compile(r"(?<!`)<!-- not run(?: `([^`]+)`)?: (.+?) -->")
 CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 COMMAND = re.compile(r"(?:[A-Z][A-Z0-9_]*=\S+ )*(?:rstar2|make|python|pip|docker) \S")
 SETTING = re.compile(r"[A-Z][A-Z0-9_]*=.*")
-PLACEHOLDER = re.compile(r"(?<![\w./-])(?:[A-Z]{2,}|[A-Z])(?![\w-])|\.\.\.")
+PLACEHOLDER = re.compile(r"(?<![\w.-])(?:[A-Z]{2,}|[A-Z])(?![\w-])|\.\.\.")
 SHELLS = ("bash", "sh")
 
 
@@ -96,6 +96,16 @@ def commands(name: str, text: str) -> Iterator[DocCommand]:
                 mention = not column or cell != column
                 reason = _reason(text, MARK.findall(line) if column else marks)
                 yield DocCommand(name, number, text, mention, reason)
+
+
+def unlabelled(text: str) -> Iterator[tuple[int, str]]:
+    """Lines of code blocks without a language, and indented lines, with their numbers."""
+    language: str | None = None
+    for number, line in enumerate(text.splitlines(), 1):
+        if opening := FENCE.match(line):
+            language = opening[2] if language is None else None
+        elif language == "" or (language is None and line.startswith("    ")):
+            yield number, line.strip()
 
 
 def _reason(text: str, marks: list[tuple[str, str]]) -> str | None:
