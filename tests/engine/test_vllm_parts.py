@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -381,3 +382,53 @@ def test_preflight_counts_the_connections() -> None:
     recipe = recipe.model_copy(update={"engine": many, "rl": rl})
     with pytest.raises(UserError, match=r"8192 turns at once.*may open 1024 files"):
         check_descriptors(recipe, 1024)
+
+
+# --------------------------------------------------------------------------- seeds
+
+
+async def seeds_sent(path: Path, *, seeded: bool) -> list[object]:
+    """The seeds that a server receives in a request for a generation."""
+    seeds: list[object] = []
+    choice = {
+        "token_ids": [5],
+        "finish_reason": "stop",
+        "logprobs": {"content": [{"token_id": 5, "logprob": -0.5}]},
+        "weight_versions": [{"version": "3", "start": 0, "end": 1}],
+    }
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        size = int(head.lower().partition("content-length:")[2].split()[0])
+        body = json.loads(await reader.readexactly(size))
+        seeds.append(body["sampling_params"].get("seed"))
+        answer = json.dumps({"choices": [choice]}).encode()
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(answer) + answer)
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_unix_server(serve, path):
+        client = VllmClient("e", socket=path)
+        made = await client.generate(
+            (1, 2), Sampling(4, seed=77), salt="", deadline_s=60.0, seeded=seeded
+        )
+        assert made.token_ids == (5,)
+        await client.close()
+        await asyncio.sleep(0.01)
+    return seeds
+
+
+async def test_seeds_are_sent_only_if_asked_for(tmp_path: Path) -> None:
+    assert await seeds_sent(tmp_path / "a", seeded=True) == [77]
+    assert await seeds_sent(tmp_path / "b", seeded=False) == [None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "seeded"),
+    [([], False), (["engine.seeded=true"], True), (["deterministic=true"], True)],
+)
+def test_recipes_seed_vllm_only_for_determinism(changes: list[str], seeded: bool) -> None:
+    recipe = load_recipe("tiny-vllm", [*changes, "engine.urls=[http://a:1, http://b:2]"]).recipe
+    engine, _ = make_engines(recipe, "/m")
+    assert isinstance(engine, VllmEngine)
+    assert engine._seeded is seeded

@@ -86,6 +86,9 @@ class EngineConfig(Section):
     hang_s: float = Field(60.0, gt=0)
     """Restart an engine with pending turns that cannot score a short text within this time, even if
     its health check passes."""
+    seeded: bool = False
+    """Send the seed of every request to vLLM, which then samples requests one by one instead of all
+    at once; `deterministic` implies it. Embedded engines always use the seeds."""
     urls: tuple[str, ...] = ()
     """vLLM servers to use (see docs/engines.md); empty starts `count` servers."""
     weight_transfer: Literal["files", "nccl"] = "files"

@@ -60,8 +60,13 @@ class VllmEngine:
         max_sequences: int = 256,
         max_length: int | None = None,
         transfer: NcclTransfer | None = None,
+        seeded: bool = True,
     ) -> None:
-        """Pass `server` to start a server, or the `url` and limits of a running one."""
+        """Pass `server` to start a server, or the `url` and limits of a running one.
+
+        Without `seeded` the seeds of requests are not sent: vLLM samples seeded requests one by
+        one.
+        """
         if (server is None) == (url is None):
             raise UserError(f"{name}: give either server settings or a url")
         self.name = name
@@ -74,6 +79,7 @@ class VllmEngine:
         self._max_sequences = server.max_sequences if server else max_sequences
         self._max_length = server.max_length if server else max_length
         self._transfer = transfer
+        self._seeded = seeded
         self._client: VllmClient | None = None
         self._version: WeightVersion = STALE
         self._capacity: EngineCapacity | None = None
@@ -199,6 +205,7 @@ class VllmEngine:
                 _rest(sampling, len(done.token_ids)),
                 salt=f"rstar2-{version}",
                 deadline_s=ends - time.monotonic(),
+                seeded=self._seeded,
             )
             verified = _sampled_under(version, part)
             done = _joined(done, verified)
