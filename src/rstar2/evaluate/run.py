@@ -1,12 +1,18 @@
-"""Evaluate a policy: the same agent loop, fleet and grader as in training, on held-out problems."""
+"""Answer many problems: the same agent loop, fleet and grader as in training.
+
+A filter over 42,000 problems or an evaluation with 16 answers each is far more than the engines
+can run at once, and more than memory can hold. So at most `at_once` groups are in flight, and each
+is handed over when it ends.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from time import monotonic
 
 from rstar2.agent.loop import RolloutSpec
-from rstar2.config import SamplingConfig
+from rstar2.config import Recipe, SamplingConfig
 from rstar2.evaluate.metrics import summarise
 from rstar2.rollout.collector import Runner
 from rstar2.seeds import derive_seed
@@ -15,8 +21,17 @@ from rstar2.types import Evaluation, Group, Problem
 
 GREEDY = SamplingConfig(temperature=0.0)
 
+OnGroup = Callable[[int, Group], None]
+"""Receives the index of a problem and its finished group."""
 
-async def answer_all(
+
+def groups_at_once(recipe: Recipe, samples: int) -> int:
+    """Groups in flight: twice as many rollouts as all engines can run, since tools take time."""
+    engines = len(recipe.engine.urls) or recipe.engine.count
+    return max(16, -(-2 * engines * recipe.engine.max_sequences // samples))
+
+
+async def answer_each(
     runner: Runner,
     problems: Sequence[Problem],
     *,
@@ -25,25 +40,26 @@ async def answer_all(
     seed: int,
     samples: int,
     spec: RolloutSpec,
-    on_problem: Callable[[int, int], None] = lambda done, total: None,
-) -> tuple[Group, ...]:
-    """Draw `samples` answers to every problem concurrently; groups keep the order of problems."""
-    done = 0
+    at_once: int,
+    on_group: OnGroup,
+    skip: Collection[int] = (),
+) -> None:
+    """Draw `samples` answers to every problem but those of `skip`; groups end in any order."""
+    left = [index for index in range(len(problems)) if index not in skip]
+    queue = iter(left)
 
-    async def one(index: int, problem: Problem) -> Group:
-        nonlocal done
-        group = await runner.run(
-            problem,
-            group_id=f"{name}/{step}/{index}",
-            step=step,
-            seeds=[derive_seed(seed, name, index, sample) for sample in range(samples)],
-            spec=spec,
-        )
-        done += 1
-        on_problem(done, len(problems))
-        return group
+    async def worker() -> None:
+        for index in queue:
+            group = await runner.run(
+                problems[index],
+                group_id=f"{name}/{step}/{index}",
+                step=step,
+                seeds=[derive_seed(seed, name, index, sample) for sample in range(samples)],
+                spec=spec,
+            )
+            on_group(index, group)
 
-    return tuple(await together(one(i, p) for i, p in enumerate(problems)))
+    await together(worker() for _ in range(min(at_once, len(left))))
 
 
 async def evaluate(
@@ -56,11 +72,18 @@ async def evaluate(
     seed: int,
     samples: int,
     spec: RolloutSpec,
-    on_problem: Callable[[int, int], None] = lambda done, total: None,
-) -> tuple[Evaluation, tuple[Group, ...]]:
-    """Evaluate one mode: return the figures and the rollouts behind them."""
+    at_once: int,
+    on_group: OnGroup = lambda index, group: None,
+) -> Evaluation:
+    """Evaluate one mode; `on_group` receives the rollouts as they end."""
     started = monotonic()
-    groups = await answer_all(
+    kept: dict[int, Group] = {}
+
+    def ended(index: int, group: Group) -> None:
+        on_group(index, group)
+        kept[index] = _without_values(group)
+
+    await answer_each(
         runner,
         problems,
         name=f"eval-{stage}-{mode}",
@@ -68,7 +91,27 @@ async def evaluate(
         seed=seed,
         samples=samples,
         spec=spec,
-        on_problem=on_problem,
+        at_once=at_once,
+        on_group=ended,
     )
+    groups = [kept[index] for index in sorted(kept)]
     wall_s = monotonic() - started
-    return summarise(groups, stage=stage, step=step, mode=mode, wall_s=wall_s), groups
+    return summarise(groups, stage=stage, step=step, mode=mode, wall_s=wall_s)
+
+
+def _without_values(group: Group) -> Group:
+    """The group without logprobs, entropies and text, which are most of its memory."""
+    return replace(
+        group,
+        trajectories=tuple(
+            replace(
+                trajectory,
+                text="",
+                turns=tuple(
+                    replace(turn, logprobs=(), entropies=None, text="", calls=())
+                    for turn in trajectory.turns
+                ),
+            )
+            for trajectory in group.trajectories
+        ),
+    )

@@ -47,6 +47,7 @@ from rstar2.grpo.batch import teaches
 from rstar2.grpo.roc import select
 from rstar2.pipeline import stages
 from rstar2.pipeline.collapse import detect_collapse
+from rstar2.pipeline.difficulty_filter import hard_problems
 from rstar2.pipeline.plateau import stage_complete, watch_plateau
 from rstar2.pipeline.progress import ProgressView, StageKind
 from rstar2.pipeline.runtime import open_runtime
@@ -134,7 +135,7 @@ async def train(training: Training) -> RunState:
     for stage in training.recipe.rl.stages:
         if stage.name not in state.done and not state.collapsed:
             if stage.difficulty is not None and stage.name not in state.kept:
-                state = await stages.hard_problems(training, stage, state)
+                state = await hard_problems(training, stage, state)
             state = await rl_stage(training, stage, state)
             await close_stage(training, stage.name, state)
         await conclude(training, stage.name, state)

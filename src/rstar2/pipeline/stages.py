@@ -1,4 +1,4 @@
-"""The stages around RL: SFT, the difficulty filter, evaluation.
+"""The stages around RL: SFT and evaluation (`difficulty_filter` has the filter).
 
 Each takes the state after the last completed step and returns the state after its own. It records
 a step only when the step is complete, and saves a checkpoint with `Training.save`. Problems and
@@ -15,20 +15,16 @@ from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from rstar2.agent.loop import RolloutSpec
 from rstar2.agent.prompts import shown_conversation
 from rstar2.config import EvaluationConfig, SamplingConfig, SftConfig, StageConfig
 from rstar2.errors import InfrastructureError, RecipeError
-from rstar2.evaluate.run import GREEDY, answer_all, evaluate
-from rstar2.files import write_file
+from rstar2.evaluate.run import GREEDY, evaluate, groups_at_once
 from rstar2.pipeline.progress import StageKind
 from rstar2.pipeline.state import RunState
 from rstar2.pipeline.training import SFT, Training
 from rstar2.problems.conversations import MakeConversations, batches, held_out, sft_steps
-from rstar2.problems.model_filters import difficulty
-from rstar2.record import evaluation_stage, filter_stage
+from rstar2.record import evaluation_stage
 from rstar2.record.read import stage_label
 from rstar2.tasks import to_the_end, together
 from rstar2.types import Conversation, Evaluation, Group
@@ -114,45 +110,6 @@ def sft_row(training: Training, config: SftConfig, conversation: Conversation) -
     return (ids, mask) if any(mask[1:]) else None
 
 
-# --------------------------------------------------------------------------- difficulty filter
-
-
-async def hard_problems(training: Training, stage: StageConfig, state: RunState) -> RunState:
-    """Let the current policy answer every problem and keep those that it does not always solve.
-
-    The result is written to a file with the version of the weights, so that a resumed run does not
-    answer all problems again.
-    """
-    assert stage.difficulty is not None
-    file = training.run.path / f"{filter_stage(stage.name)}.json"
-    known = msgspec.json.decode(file.read_bytes()) if file.exists() else {}
-    if known.get("version") != state.version:
-        name, problems = filter_stage(stage.name), training.runtime.problems
-        training.view.stage(name, StageKind.FILTER, len(problems))
-        await training.publish(state.version)
-        groups = await answer_all(
-            training.runtime.runner,
-            problems,
-            name=name,
-            step=1,
-            seed=training.recipe.seed,
-            samples=stage.difficulty.samples,
-            spec=RolloutSpec(training.recipe.rl.sampling, stage.max_length, stage.max_turns),
-            on_problem=lambda done, total: training.view.progress(done, total, "problems"),
-        )
-        result = difficulty(groups)
-        for group in groups:
-            training.run.trajectories(name, 1, group)
-        training.run.metrics(name, 1, result.metrics())
-        known = {"version": state.version, "kept": result.kept}
-        write_file(file, msgspec.json.encode(known))
-    kept = tuple(known["kept"])
-    training.view.note(
-        f"{stage.name}: {len(kept)} of {len(training.runtime.problems)} problems are hard"
-    )
-    return replace(state, kept={**state.kept, stage.name: kept})
-
-
 # --------------------------------------------------------------------------- evaluation
 
 
@@ -175,8 +132,9 @@ async def evaluation(training: Training, stage: str, state: RunState) -> None:
     total = len(training.runtime.heldout) * len(missing)
     training.view.stage(f"eval-{shown_stage(training, stage)}", StageKind.EVALUATION, total)
     await training.publish(state.version)
-    for result, groups in await answer_heldout(training, stage, state.step, missing):
-        record_evaluation(training, result, groups)
+    for result in await answer_heldout(training, stage, state.step, missing, recorded=True):
+        training.run.evaluation(result)
+        training.view.evaluation(replace(result, stage=shown_stage(training, result.stage)))
 
 
 def evaluation_due(training: Training, stage: StageConfig, step: int, rl_steps: int) -> bool:
@@ -193,7 +151,7 @@ async def evaluation_metrics(training: Training, stage: str, step: int) -> dict[
     started = monotonic()
     modes = evaluation_modes(training.recipe.evaluation)
     metrics: dict[str, float] = {}
-    for result, _ in await answer_heldout(training, stage, step, modes):
+    for result in await answer_heldout(training, stage, step, modes):
         metrics[f"evaluation/{result.mode}"] = result.accuracy.mean
         metrics[f"evaluation/{result.mode}_length"] = result.mean_length
         if result.failing_calls_in_correct is not None:
@@ -208,17 +166,23 @@ async def evaluation_metrics(training: Training, stage: str, step: int) -> dict[
 
 
 async def answer_heldout(
-    training: Training, stage: str, step: int, modes: Mapping[str, Mode]
-) -> list[tuple[Evaluation, tuple[Group, ...]]]:
-    """Answer the held-out problems in some modes, all at once."""
-    config, problems = training.recipe.evaluation, training.runtime.heldout
-    progress = dict.fromkeys(modes, 0)
+    training: Training, stage: str, step: int, modes: Mapping[str, Mode], *, recorded: bool = False
+) -> list[Evaluation]:
+    """Answer the held-out problems in some modes, all modes at once.
 
-    async def one(mode: str, how: Mode) -> tuple[Evaluation, tuple[Group, ...]]:
-        def on_problem(done: int, _: int) -> None:
-            progress[mode] = done
-            total = len(problems) * len(modes)
-            training.view.progress(sum(progress.values()), total, "problems")
+    If `recorded`, rollouts are written as they end. The caller records the evaluation last: without
+    it they count as incomplete.
+    """
+    config, problems = training.recipe.evaluation, training.runtime.heldout
+    done = 0
+
+    async def one(mode: str, how: Mode) -> Evaluation:
+        def on_group(_: int, group: Group) -> None:
+            nonlocal done
+            done += 1
+            training.view.progress(done, len(problems) * len(modes), "problems")
+            if recorded:
+                training.run.trajectories(evaluation_stage(stage, mode), step, group)
 
         sampling, samples = how
         spec = RolloutSpec(sampling, config.max_length, config.max_turns)
@@ -231,19 +195,11 @@ async def answer_heldout(
             seed=training.recipe.seed,
             samples=samples,
             spec=spec,
-            on_problem=on_problem,
+            at_once=groups_at_once(training.recipe, samples),
+            on_group=on_group,
         )
 
     return await together(one(mode, how) for mode, how in modes.items())
-
-
-def record_evaluation(training: Training, result: Evaluation, groups: Sequence[Group]) -> None:
-    """Write the rollouts first, the evaluation last: a recorded evaluation is complete."""
-    name = evaluation_stage(result.stage, result.mode)
-    for group in groups:
-        training.run.trajectories(name, result.step, group)
-    training.run.evaluation(result)
-    training.view.evaluation(replace(result, stage=shown_stage(training, result.stage)))
 
 
 def shown_stage(training: Training, stage: str) -> str:

@@ -19,6 +19,7 @@ from rstar2.pipeline.progress import ProgressView
 from rstar2.pipeline.runtime import Runtime
 from rstar2.pipeline.state import RunState
 from rstar2.record import RunDirectory
+from rstar2.record.solved import unfinished_filters
 from rstar2.rollout.collector import CollectedStep
 from rstar2.types import Batch, Selection, WeightVersion
 
@@ -159,7 +160,9 @@ class Training:
             self.run.event("damaged", checkpoints=saved.torn, used=saved.path.name)
         for reason in saved.torn:
             self.view.note(f"damaged checkpoint: {reason}; {saved.path.name} is used instead")
-        self.run.rewind(state.phase, state.step)
+        stages = [stage.name for stage in self.recipe.rl.stages]
+        filters = unfinished_filters(self.run.path, stages, state.version)
+        self.run.rewind(state.phase, state.step, keep=filters)
         self.view.note(f"resuming after step {state.step} of {state.phase}")
         return state
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -65,6 +65,22 @@ def stage_order(rl_stages: Iterable[str]) -> tuple[str, ...]:
     for name in ("base", "sft", *rl_stages):
         names += [filter_stage(name), name, *(evaluation_stage(name, mode) for mode in MODES)]
     return tuple(names)
+
+
+class _GroupId(msgspec.Struct, frozen=True):
+    id: str
+
+
+class _RecordedGroup(msgspec.Struct, frozen=True):
+    """The id of a group, in a line of trajectories/<stage>.jsonl."""
+
+    group: _GroupId
+
+
+class _IndexedGroup(msgspec.Struct, frozen=True):
+    """The id of a group, in a line of index/<stage>.jsonl."""
+
+    group: str
 
 
 class RunDirectory:
@@ -242,11 +258,12 @@ class RunDirectory:
 
     # ----------------------------------------------------------------- resuming
 
-    def rewind(self, stage: str, step: int) -> int:
+    def rewind(self, stage: str, step: int, keep: Collection[str] = ()) -> int:
         """Go back to the end of `step` of `stage`; returns the number of lines removed.
 
         Removes every line of later steps and later stages. Of the evaluations of an earlier
-        stage, complete ones stay and incomplete ones are removed.
+        stage, complete ones stay and incomplete ones are removed. The groups of the stages in
+        `keep` stay: their stage resumes in the middle.
         """
         self._check_stage(stage)
         here = self._order[stage]
@@ -258,6 +275,7 @@ class RunDirectory:
         dropped = self._metrics.drop(lambda head: later(head.stage, head.step))
         dropped += self._evaluations.drop(lambda head: later(head.stage, head.step))
         complete = {evaluation_stage(e.stage, e.mode) for e in read_evaluations(self.path)}
+        complete |= set(keep)
         for name, file in self._groups.items():
             if name not in complete:
                 dropped += file.drop(lambda head: later(head.stage, head.step))
@@ -269,6 +287,17 @@ class RunDirectory:
         if dropped:
             self.event("rewound", stage=stage, step=step, lines=dropped)
         return dropped
+
+    def keep_groups(self, stage: str, ids: Collection[str]) -> int:
+        """Remove all recorded groups of a stage but these; returns the number of lines removed.
+
+        Those removed must be the last ones of their file: the index has the places of the others.
+        """
+        if stage not in self._groups:
+            return 0
+        if stage in self._index:
+            self._index[stage].drop(lambda head: head.group not in ids, _IndexedGroup)
+        return self._groups[stage].drop(lambda head: head.group.id not in ids, _RecordedGroup)
 
     def evaluated(self, stage: str, mode: str) -> Evaluation | None:
         """The recorded evaluation of a stage; None if it was not completed."""

@@ -10,13 +10,15 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar, overload
 
 import msgspec
 
 from rstar2.errors import UserError
 from rstar2.files import disk_full, replacing_file
 from rstar2.types import encode
+
+T = TypeVar("T")
 
 
 class StepHead(msgspec.Struct, frozen=True):
@@ -67,12 +69,18 @@ class JsonLines:
                 raise
             raise full from error
 
-    def drop(self, unwanted: Callable[[StepHead], bool]) -> int:
-        """Remove the unwanted lines atomically; returns their number."""
+    @overload
+    def drop(self, unwanted: Callable[[StepHead], bool]) -> int: ...
+
+    @overload
+    def drop(self, unwanted: Callable[[T], bool], kind: type[T]) -> int: ...
+
+    def drop(self, unwanted: Callable[[Any], bool], kind: type[Any] = StepHead) -> int:
+        """Remove the unwanted lines atomically; returns their number. Lines are read as `kind`."""
         self._file.close()
 
         def is_unwanted(line: bytes) -> bool:
-            return unwanted(msgspec.json.decode(line, type=StepHead))
+            return unwanted(msgspec.json.decode(line, type=kind))
 
         with self.path.open("rb") as old:
             dropped = sum(map(is_unwanted, old))

@@ -1,0 +1,134 @@
+"""The difficulty filter streams: bounded in flight, recorded as groups end, resumed after kills."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rstar2.agent.loop import RolloutSpec
+from rstar2.config import Recipe, StageConfig
+from rstar2.pipeline.difficulty_filter import hard_problems
+from rstar2.pipeline.state import RunState
+from rstar2.record import RunDirectory, filter_stage
+from rstar2.record.read import GroupLine, read_lines
+from rstar2.record.solved import SolvedLine, solved_file, unfinished_filters
+from rstar2.types import Group, Problem, Reward, StopReason, Trajectory, Turn
+
+STAGE = StageConfig(name="hard", steps=1, max_length=64, difficulty={"samples": 2})
+RECIPE = Recipe(
+    name="filtered",
+    engine={"max_sequences": 16},
+    rl={"stages": [STAGE]},
+)
+PROBLEMS = tuple(Problem(str(i), "?", "1") for i in range(200))
+
+
+class KilledError(BaseException):
+    """Ends the process in the middle of the filter."""
+
+
+class ScriptedRunner:
+    """Solves every third problem always; `dies_after` groups it ends the process."""
+
+    def __init__(self, dies_after: int | None = None) -> None:
+        self.asked: list[int] = []
+        self.ended = self.running = self.most = 0
+        self.dies_after = dies_after
+
+    async def run(
+        self, problem: Problem, *, group_id: str, step: int, seeds: Sequence[int], spec: RolloutSpec
+    ) -> Group:
+        index = int(problem.id)
+        self.asked.append(index)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        for _ in range(index % 7):  # groups end in another order
+            await asyncio.sleep(0)
+        if self.ended == self.dies_after:
+            raise KilledError
+        self.running -= 1
+        self.ended += 1
+        turn = Turn((1, 2), (-0.5, -0.5), ((0, 2),))
+        rollouts = tuple(
+            Trajectory(
+                f"{group_id}/{i}",
+                problem.id,
+                group_id,
+                seed,
+                (1,),
+                (turn,),
+                StopReason.ANSWERED,
+                reward=Reward(float(index % 3 == 0 or i == 0)),
+            )
+            for i, seed in enumerate(seeds)
+        )
+        return Group(group_id, problem, step, rollouts)
+
+
+def training_of(run: RunDirectory, runner: ScriptedRunner) -> Any:
+    """The parts of a `Training` that the filter uses."""
+
+    async def publish(version: int) -> None: ...
+
+    nothing = SimpleNamespace(
+        stage=lambda *args: None, progress=lambda *args: None, note=lambda text: None
+    )
+    runtime = SimpleNamespace(problems=PROBLEMS, runner=runner)
+    return SimpleNamespace(run=run, recipe=RECIPE, runtime=runtime, view=nothing, publish=publish)
+
+
+async def filtered(path: Path, runner: ScriptedRunner, version: int = 3) -> tuple[int, ...]:
+    """Run or resume the filter as a run does: rewind, then answer what is missing."""
+    with RunDirectory.create_or_resume(path, RECIPE) as run:
+        run.rewind("sft", 0, keep=unfinished_filters(path, ["hard"], version))
+        state = await hard_problems(training_of(run, runner), STAGE, RunState(version=version))
+    return state.kept["hard"]
+
+
+def recorded(path: Path) -> list[str]:
+    lines = read_lines(path / "trajectories" / f"{filter_stage('hard')}.jsonl", GroupLine)
+    return [line.group.problem.id for line in lines]
+
+
+async def test_a_killed_filter_resumes_without_repeating_finished_groups(tmp_path: Path) -> None:
+    first = ScriptedRunner(dies_after=90)
+    with pytest.raises(KilledError):
+        await filtered(tmp_path, first)
+    done = {line.index for line in read_lines(solved_file(tmp_path, "hard"), SolvedLine)}
+    assert len(done) == 90
+    second = ScriptedRunner()
+    kept = await filtered(tmp_path, second)
+    assert sorted(second.asked) == sorted(set(range(200)) - done)
+    assert kept == tuple(i for i in range(200) if i % 3)
+    assert sorted(recorded(tmp_path), key=int) == [str(i) for i in range(200)]
+    assert not solved_file(tmp_path, "hard").exists()
+
+
+async def test_only_as_many_groups_as_the_engines_can_use_are_in_flight(tmp_path: Path) -> None:
+    runner = ScriptedRunner()
+    await filtered(tmp_path, runner)
+    assert runner.most == 16  # one engine with 16 sequences, twice as many rollouts, 2 a group
+
+
+async def test_groups_of_other_weights_are_answered_again(tmp_path: Path) -> None:
+    with pytest.raises(KilledError):
+        await filtered(tmp_path, ScriptedRunner(dies_after=50), version=2)
+    runner = ScriptedRunner()
+    await filtered(tmp_path, runner, version=3)
+    assert sorted(runner.asked) == list(range(200))
+    assert len(recorded(tmp_path)) == 200
+
+
+async def test_a_group_that_was_written_but_not_counted_is_recorded_once(tmp_path: Path) -> None:
+    with pytest.raises(KilledError):
+        await filtered(tmp_path, ScriptedRunner(dies_after=50))
+    file = solved_file(tmp_path, "hard")
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[:-1]))  # killed between the two writes
+    await filtered(tmp_path, ScriptedRunner())
+    assert sorted(recorded(tmp_path), key=int) == [str(i) for i in range(200)]
