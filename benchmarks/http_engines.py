@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,8 @@ class Script:
     tool_share: float = -1.0
     """Probability of a tool call; below 0: as the script has them."""
     seed: int = 0
+    ports: list[int] = field(default_factory=list)
+    """Where to listen, one port per engine; empty: any."""
 
 
 class Asked(msgspec.Struct):
@@ -227,7 +229,10 @@ async def serve(script: Script) -> None:
     for index in range(script.engines):
         state = ScriptedServer(script, index)
         server = await loop.create_server(
-            partial(ScriptedConnection, state), "127.0.0.1", 0, backlog=4096
+            partial(ScriptedConnection, state),
+            "127.0.0.1",
+            script.ports[index] if script.ports else 0,
+            backlog=4096,
         )
         ports.append(server.sockets[0].getsockname()[1])
     print(json.dumps(ports), flush=True)
@@ -238,16 +243,20 @@ class ScriptedServers:
     """One process with many engines; a context manager. Ends with this process."""
 
     def __init__(self, script: Script) -> None:
+        self.script = script
         with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
-            json.dump(asdict(script), file)
-        self.file = Path(file.name)
+            self.file = Path(file.name)
         self.start()
 
     def start(self) -> None:
+        """Start the process; again on the same ports after it has ended."""
+        self.file.write_text(json.dumps(asdict(self.script)))
         command = [sys.executable, __file__, str(self.file)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.process.stdout is not None
-        self.urls = [f"http://127.0.0.1:{p}" for p in json.loads(self.process.stdout.readline())]
+        ports = json.loads(self.process.stdout.readline())
+        self.script = replace(self.script, ports=ports)
+        self.urls = [f"http://127.0.0.1:{port}" for port in ports]
 
     def __enter__(self) -> ScriptedServers:
         return self
