@@ -423,11 +423,8 @@ async def test_seeds_are_sent_only_if_asked_for(tmp_path: Path) -> None:
     assert await seeds_sent(tmp_path / "b", seeded=False) == [None]
 
 
-@pytest.mark.parametrize(
-    ("changes", "seeded"),
-    [([], False), (["engine.seeded=true"], True), (["deterministic=true"], True)],
-)
-def test_recipes_seed_vllm_only_for_determinism(changes: list[str], seeded: bool) -> None:
+@pytest.mark.parametrize(("changes", "seeded"), [([], False), (["engine.seeded=true"], True)])
+def test_recipes_seed_vllm_only_on_request(changes: list[str], seeded: bool) -> None:
     recipe = load_recipe("tiny-vllm", [*changes, "engine.urls=[http://a:1, http://b:2]"]).recipe
     engine, _ = make_engines(recipe, "/m")
     assert isinstance(engine, VllmEngine)

@@ -85,7 +85,7 @@ def make_engine(name: str, recipe: Recipe, model: str) -> Any:
         )
     from dataclasses import replace
 
-    from rstar2.engine.make import gpus_here, sends_seeds, server_settings
+    from rstar2.engine.make import gpus_here, server_settings
     from rstar2.engine.vllm import VllmEngine
     from rstar2.plan.share import beside_learner
 
@@ -98,7 +98,7 @@ def make_engine(name: str, recipe: Recipe, model: str) -> Any:
     size = recipe.cluster.gpus_per_engine if recipe.cluster is not None else 1
     parallel = (*settings.arguments, "--tensor-parallel-size", str(size)) if size > 1 else ()
     settings = replace(settings, arguments=parallel or settings.arguments, environment={})
-    return VllmEngine(name, server=settings, seeded=sends_seeds(recipe))
+    return VllmEngine(name, server=settings, seeded=recipe.engine.seeded)
 
 
 class RankActor:

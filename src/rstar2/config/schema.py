@@ -88,7 +88,7 @@ class EngineConfig(Section):
     its health check passes."""
     seeded: bool = False
     """Send the seed of every request to vLLM, which then samples requests one by one instead of all
-    at once; `deterministic` implies it. Embedded engines always use the seeds."""
+    at once. Embedded engines always use the seeds."""
     urls: tuple[str, ...] = ()
     """vLLM servers to use (see docs/engines.md); empty starts `count` servers."""
     weight_transfer: Literal["files", "nccl"] = "files"

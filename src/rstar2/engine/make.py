@@ -53,11 +53,6 @@ def make_engines(
     ]
 
 
-def sends_seeds(recipe: Recipe) -> bool:
-    """Whether requests to vLLM carry their seeds."""
-    return recipe.deterministic or recipe.engine.seeded
-
-
 def vllm_engines(
     recipe: Recipe, model_dir: Path | str, beside: MemoryShare | None = None
 ) -> list[Engine]:
@@ -66,7 +61,6 @@ def vllm_engines(
     from rstar2.engine.vllm_nccl import NcclTransfer
 
     config = recipe.engine
-    seeded = sends_seeds(recipe)
 
     def transfer() -> NcclTransfer | None:
         return NcclTransfer(recipe.model.dtype) if config.weight_transfer == "nccl" else None
@@ -79,7 +73,7 @@ def vllm_engines(
                 max_sequences=config.max_sequences,
                 max_length=recipe.model.max_length,
                 transfer=transfer(),
-                seeded=seeded,
+                seeded=config.seeded,
             )
             for index, url in enumerate(config.urls)
         ]
@@ -88,7 +82,7 @@ def vllm_engines(
             f"vllm-{index}",
             server=server_settings(recipe, model_dir, index, gpus_here(), beside),
             transfer=transfer(),
-            seeded=seeded,
+            seeded=config.seeded,
         )
         for index in range(config.count)
     ]
