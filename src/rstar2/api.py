@@ -57,6 +57,10 @@ class RolloutFailure(InfrastructureError):
         self.failure = failure
 
 
+EVALUATED_AT_ONCE = 256
+"""Problems that `evaluate_model` has in flight."""
+
+
 def train(
     environment: EnvironmentProtocol | str,
     recipe: str | Path | Recipe = "tiny",
@@ -178,7 +182,7 @@ def evaluate_model(
 
         agent = Agent(model, environment, max_length=max_length, max_turns=max_turns)
         async with agent:
-            result, _ = await evaluate(
+            return await evaluate(
                 agent.runner,
                 problems,
                 stage="evaluate",
@@ -187,8 +191,8 @@ def evaluate_model(
                 seed=seed,
                 samples=samples,
                 spec=agent.spec(temperature),
+                at_once=EVALUATED_AT_ONCE,
             )
-        return result
 
     return _wait(work())
 
