@@ -11,6 +11,8 @@
       tokens/                <stage>.jsonl, one line per step: the learner's logprob of each
                              trained token, before and during the update
       events.jsonl           started, resumed, checkpoint, stopped, finished, ...
+      filter-<stage>.jsonl   while a difficulty filter runs: how often each problem was solved
+      filter-<stage>.json    its result: the problems that are kept, for weights of a version
       log.txt                warnings of the run's processes
       .lock                  held by the process that writes here
 
