@@ -317,6 +317,18 @@ def test_the_command_closes_the_machine_and_exits_with_1(
     assert command.gpu_check.__doc__
 
 
+@pytest.mark.parametrize("gpu", [True, False])
+def test_the_recipe_of_the_checks_can_work(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    machine = real.ThisMachine()
+    recipe = machine._recipe()
+    assert (recipe.model.dtype, recipe.engine.sleep) == (
+        ("bfloat16", True) if gpu else ("float32", False)
+    )
+    assert machine._recipe("engine.weight_transfer=nccl").engine.sleep is False
+    asyncio.run(machine.close())
+
+
 @pytest.mark.slow
 def test_here_for_real(tmp_path: Path) -> None:
     """This machine has no GPU: the collective runs with gloo, the server needs vLLM."""

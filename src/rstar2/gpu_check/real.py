@@ -55,6 +55,7 @@ SETTINGS = (
     "rl.prompts_per_step=4",
     "rl.refill=1",
     "rl.count=16",
+    "rl.optimizer.warmup_steps=0",
     "rl.roc.drawn=8",
     "rl.roc.kept=4",
     "rl.stages=[{name: check, steps: 1, max_length: 240, max_turns: 1}]",
