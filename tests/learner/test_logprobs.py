@@ -85,4 +85,4 @@ def test_scaled_heads_are_read_from_the_config_and_unknown_ones_refused(tmp_path
     from rstar2.learner.model import prove_head
 
     with pytest.raises(RecipeError, match="computes its logits in a way"):
-        prove_head(policy, "cpu")
+        prove_head(policy)

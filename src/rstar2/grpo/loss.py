@@ -284,21 +284,20 @@ def importance(gap_T: Tensor, sequence_T: Tensor, config: LossConfig) -> tuple[T
     keep_T = torch.ones_like(gap_T, dtype=torch.bool)
     if config.sequence_mask is not None and gap_T.numel():
         low, high = config.sequence_mask
-        count = int(sequence_T.max()) + 1
-        total = gap_T.new_zeros(count).index_add_(0, sequence_T, gap_T)
-        length = gap_T.new_zeros(count).index_add_(0, sequence_T, torch.ones_like(gap_T))
-        ratio = (total / length.clamp(min=1)).exp()
-        keep_T = ((ratio >= low) & (ratio <= high))[sequence_T]
+        length_T = _sequence_sums(torch.ones_like(gap_T), sequence_T)
+        ratio_T = (_sequence_sums(gap_T, sequence_T) / length_T).exp()
+        keep_T = (ratio_T >= low) & (ratio_T <= high)
         weight_T = weight_T * keep_T
     return weight_T, keep_T
 
 
 def _sequence_sums(value_T: Tensor, sequence_T: Tensor) -> Tensor:
-    """The sum over its sequence, for each token."""
-    if not value_T.numel():
-        return value_T
-    count = int(sequence_T.max()) + 1
-    return value_T.new_zeros(count).index_add(0, sequence_T, value_T)[sequence_T]
+    """The sum over its sequence, for each token.
+
+    There is room for as many sequences as tokens, because reading their number from a GPU would
+    wait for all of its work.
+    """
+    return torch.zeros_like(value_T).index_add(0, sequence_T, value_T)[sequence_T]
 
 
 def k3(log_ratio: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -82,13 +84,17 @@ def _bucket(lengths: tuple[int, ...], device: torch.device | str) -> Bucket:
     longest = lengths[0]
     if lengths[-1] == longest:
         return Bucket(lengths, None, None)
-    length = torch.tensor(lengths)
-    start = torch.cumsum(length, 0) - length
-    column = torch.arange(longest)
+    length = np.asarray(lengths, dtype=np.int64)
+    start = np.cumsum(length) - length
+    column = np.arange(longest)
     real = column < length[:, None]
-    rows = torch.where(real, start[:, None] + column, start[:, None])
-    slots = real.flatten().nonzero().squeeze(1)
-    return Bucket(lengths, rows.flatten().to(device), slots.to(device))
+    rows = np.where(real, start[:, None] + column, start[:, None])
+    slots = np.flatnonzero(real)
+    return Bucket(lengths, _on(rows.ravel(), device), _on(slots, device))
+
+
+def _on(indices: npt.NDArray[np.int64], device: torch.device | str) -> Tensor:
+    return torch.from_numpy(indices).to(device)
 
 
 def ragged_attention(

@@ -18,6 +18,7 @@ import contextlib
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from rstar2.errors import CheckpointError, InvariantError, RecipeError
 from rstar2.grpo.batch import split_minibatches
 from rstar2.grpo.loss import Stats, TokenBatch, grpo_loss
 from rstar2.learner import checkpoint, lora, weights
-from rstar2.learner.model import PackedPolicy, adapt, load_policy, shard
+from rstar2.learner.model import PackedPolicy, ReadModel, adapt, load_policy, read_model
 from rstar2.learner.optim import Optimizers
 from rstar2.learner.pack import Pack, empty_pack, flat, input_length, make_pack, make_row, plan
 from rstar2.learner.sft_loss import LossOf, SftRow, mean_logprob_loss
@@ -62,7 +63,9 @@ class Learner:
         total_steps: int,
         seed: int,
         device: str = "cpu",
+        read: ReadModel = read_model,
     ) -> None:
+        """`read` returns the model with its weights on rank 0, and None on the others."""
         self.model_dir, self.config, self.device = str(model_dir), learner, device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -76,14 +79,21 @@ class Learner:
         torch.manual_seed(seed)
         random.seed(seed)
         self.dtype = torch.bfloat16 if learner.dtype == "bfloat16" else torch.float32
-        self.policy: PackedPolicy = load_policy(
-            model_dir, device, checkpointing=learner.activation_checkpointing
-        )
-        if learner.lora is not None:
-            adapt(self.policy, learner.lora, self.dtype, seed)
+        mesh = None
         if self.ranks > 1:
             mesh = init_device_mesh(device.split(":")[0], (self.ranks,))
-            shard(self.policy, mesh, self.dtype)
+        change = None
+        if learner.lora is not None:
+            change = partial(adapt, config=learner.lora, dtype=self.dtype, seed=seed)
+        self.policy: PackedPolicy = load_policy(
+            model_dir,
+            device,
+            dtype=self.dtype,
+            mesh=mesh,
+            checkpointing=learner.activation_checkpointing,
+            read=read,
+            change=change,
+        )
         self.on_progress: Callable[[], None] = lambda: None
         """Called after every pass over a micro-batch."""
         self._skipped = 0
@@ -320,24 +330,45 @@ class Learner:
 
     def state(self) -> dict[str, Tensor]:
         """All weights by transformers name: whole, on the CPU, detached; rank 0 only."""
-        out: dict[str, Tensor] = {}
-        seen: dict[int, Tensor] = {}
+        gathered = self._gathered(copy=True)
+        whole = {name: value for name, value in gathered if value is not None}
+        return {name: whole[first] for name, first in self._names().items() if self.rank == 0}
+
+    def _names(self) -> dict[str, str]:
+        """Every transformers name of a weight, and the first name of the same tensor."""
+        firsts: dict[int, str] = {}
+        return {
+            lora.plain_name(name): firsts.setdefault(id(value), lora.plain_name(name))
+            for name, value in self.policy.model.state_dict(keep_vars=True).items()
+            if not lora.is_adapter(name)
+        }
+
+    @torch.no_grad()
+    def _gathered(
+        self, dtype: torch.dtype | None = None, *, copy: bool = False
+    ) -> Iterator[tuple[str, Tensor | None]]:
+        """Weights one after the other, tied ones once: whole, on the CPU; None except on rank 0.
+
+        All ranks take part in gathering each. Without `copy` they may be the live ones.
+        """
+        names = self._names()
         adapters = lora.adapters(self._named(), self.config.lora)
         for name, value in self.policy.model.state_dict(keep_vars=True).items():
-            if lora.is_adapter(name):
+            plain = lora.plain_name(name)
+            if lora.is_adapter(name) or names[plain] != plain:
                 continue
-            if id(value) not in seen:
-                seen[id(value)] = self._merged(value, adapters.get(name))
-            if self.rank == 0:
-                out[lora.plain_name(name)] = seen[id(value)]
-        return out
+            adapter = adapters.get(name)
+            if adapter is not None:
+                weight = self._merged(value, adapter)
+                yield plain, weight.to(dtype or weight.dtype) if self.rank == 0 else None
+                continue
+            part = value.detach().to(dtype or value.dtype)
+            whole = part.full_tensor() if isinstance(part, DTensor) else part
+            yield plain, whole.to("cpu", copy=copy) if self.rank == 0 else None
 
-    def _merged(self, value: Tensor, adapter: lora.Adapter | None) -> Tensor:
+    def _merged(self, value: Tensor, adapter: lora.Adapter) -> Tensor:
         """A whole weight on the CPU; on rank 0 its adapter is added."""
-        weight = _whole(value)
-        if adapter is None:
-            return weight
-        a, b = _whole(adapter.a), _whole(adapter.b)  # all ranks take part
+        weight, a, b = _whole(value), _whole(adapter.a), _whole(adapter.b)  # all ranks take part
         return lora.merge(weight, a, b, adapter.scale) if self.rank == 0 else weight
 
     @torch.no_grad()
@@ -420,10 +451,15 @@ class Learner:
         self, path: str | Path, tokenizer: Any | None = None, stop_ids: Sequence[int] = ()
     ) -> None:
         """Write a model directory that transformers and vLLM can load."""
-        state = self.state()
-        if self.rank == 0:
-            model = self.policy.model
-            weights.export(state, model, Path(path), self.dtype, tokenizer, stop_ids)
+        tensors = self._gathered(self.dtype)
+        try:
+            if self.rank == 0:
+                named = ((name, value) for name, value in tensors if value is not None)
+                model = self.policy.model
+                weights.export(named, model, Path(path), self.dtype, tokenizer, stop_ids)
+        finally:
+            for _ in tensors:  # all ranks gather all tensors, also if writing failed
+                pass
 
 
 def _whole(value: Tensor) -> Tensor:

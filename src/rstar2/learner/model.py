@@ -8,18 +8,20 @@ proven against the model's own logits when it is loaded, so a model with an unkn
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 from transformers.utils.import_utils import is_flash_attn_2_available
 
@@ -32,6 +34,8 @@ from rstar2.learner.pack import Pack, make_pack, make_row
 from rstar2.model_config import unreadable_weights
 
 HEAD_TOLERANCE = 1e-3
+
+ReadModel = Callable[[str | Path], PreTrainedModel | None]
 
 
 class PackedPolicy(nn.Module):
@@ -88,12 +92,65 @@ def head_scale(config: Any) -> HeadScale:
     return HeadScale(divisor / multiplier, getattr(config, "final_logit_softcapping", None))
 
 
-def load_policy(model_dir: str | Path, device: str, *, checkpointing: bool = False) -> PackedPolicy:
-    """Load a model in float32 master weights, ready to train on packs."""
+def load_policy(
+    model_dir: str | Path,
+    device: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    mesh: DeviceMesh | None = None,
+    checkpointing: bool = False,
+    read: ReadModel | None = None,
+    change: Callable[[PackedPolicy], None] | None = None,
+) -> PackedPolicy:
+    """Load a model in float32 master weights, ready to train on packs.
+
+    With a mesh, every rank holds its shard: the model is built without weights and sharded, then
+    rank 0 reads the weights and sends each rank its part of one tensor after the other. `read`
+    returns the model with its weights on rank 0, and None on the others. `change` may add
+    parameters; it sees the model twice, without weights and with them.
+    """
+    whole = (read or read_model)(model_dir)
+    model = empty_model(model_dir)
+    policy = prepare(model, checkpointing=checkpointing)
+    if change is not None:
+        change(policy)
+        if whole is not None:
+            change(PackedPolicy(whole))
+    if mesh is not None:
+        shard(policy, mesh, dtype)
+    policy.to_empty(device=device)
+    if mesh is None:
+        model.tie_weights()
+    _copy_weights(model, whole, mesh)
+    if whole is not None:
+        model.generation_config = whole.generation_config
+    model.set_attn_implementation(attention_for(device, dtype))
+    return policy
+
+
+def read_model(model_dir: str | Path) -> PreTrainedModel | None:
+    """On rank 0, read a model into host memory and prove its head; None on the other ranks."""
+    model: PreTrainedModel | None = None
+    problem: RecipeError | None = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            model = _read(model_dir)
+            prove_head(prepare(model))
+        except RecipeError as error:
+            problem = error
+    shared = [problem]
+    if dist.is_initialized():  # an error of rank 0 ends all ranks
+        dist.broadcast_object_list(shared, src=0)
+    if shared[0] is not None:
+        raise shared[0]
+    return model
+
+
+def _read(model_dir: str | Path) -> PreTrainedModel:
     with _no_progress_bar():
         try:
             model = AutoModelForCausalLM.from_pretrained(
-                model_dir, dtype=torch.float32, attn_implementation=_attention(device)
+                model_dir, dtype=torch.float32, attn_implementation=attention.NAME
             )
         except SafetensorError as error:
             raise RecipeError(unreadable_weights(model_dir, error)) from error
@@ -102,9 +159,46 @@ def load_policy(model_dir: str | Path, device: str, *, checkpointing: bool = Fal
             f"model.path={model_dir}: {type(model).__name__} does not use transformers' attention "
             "interface, so sequences cannot be packed without padding"
         )
-    policy = prepare(model, checkpointing=checkpointing).to(device)
-    prove_head(policy, device)
-    return policy
+    return cast(PreTrainedModel, model)
+
+
+def empty_model(model_dir: str | Path) -> PreTrainedModel:
+    """The model of a directory without weights, on torch's meta device."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(model_dir),
+            dtype=torch.float32,
+            attn_implementation=attention.NAME,
+        )
+    return cast(PreTrainedModel, model)
+
+
+@torch.no_grad()
+def _copy_weights(
+    model: PreTrainedModel, whole: PreTrainedModel | None, mesh: DeviceMesh | None
+) -> None:
+    """Copy all parameters and buffers of `whole`, which with a mesh only rank 0 has."""
+    if mesh is None and whole is None:
+        return  # only the sizes are of interest
+    source = {} if whole is None else dict(_named_tensors(whole))
+    for name, target in _named_tensors(model):
+        if mesh is None:
+            target.copy_(source[name])
+            continue
+        value = source[name].detach() if source else torch.empty(target.shape, dtype=target.dtype)
+        value = value.to(target.device)
+        if isinstance(target, DTensor):
+            shards = distribute_tensor(value, mesh, target.placements)
+            target.to_local().copy_(shards.to_local())
+        else:
+            dist.broadcast(value, src=0)
+            target.copy_(value)
+
+
+def _named_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, tied ones once, and buffers, also those that a state dict leaves out."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 def prepare(model: PreTrainedModel, *, checkpointing: bool = False) -> PackedPolicy:
@@ -131,19 +225,23 @@ def _no_progress_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _attention(device: str) -> str:
+def attention_for(device: str, dtype: torch.dtype) -> str:
     """Flash attention's variable-length kernel where it is installed, else bucketed SDPA."""
-    if device.startswith("cuda") and is_flash_attn_2_available():
+    if device.startswith("cuda") and dtype is torch.bfloat16 and is_flash_attn_2_available():
         return "flash_attention_2"
     return attention.NAME
 
 
 @torch.no_grad()
-def prove_head(policy: PackedPolicy, device: str) -> None:
-    """Compare our logprobs with the model's own logits on a few tokens, or refuse the model."""
+def prove_head(policy: PackedPolicy) -> None:
+    """Compare our logprobs with the model's own logits on a few tokens, or refuse the model.
+
+    It runs in float32 on the CPU, whatever device and number format will train: rounding must not
+    hide a wrong head, and flash attention does not take float32.
+    """
     vocabulary = policy.model.config.get_text_config().vocab_size
     ids = [(7 * i + 1) % vocabulary for i in range(6)]
-    pack = make_pack([make_row(0, ids, [0] + [1] * (len(ids) - 1))], device)
+    pack = make_pack([make_row(0, ids, [0] + [1] * (len(ids) - 1))])
     ours, _ = policy(pack)
     hidden = policy.model(
         input_ids=pack.input_ids,

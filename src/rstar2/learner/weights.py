@@ -19,7 +19,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +59,9 @@ STRAGGLER_S = 60.0
 """... and at least this much longer."""
 
 SHOWN_TENSORS = 3
+
+SHARD_BYTES = 5 * 10**9
+"""Largest safetensors file of an export, unless one tensor is larger."""
 
 FAST_DIRECTORY = Path("/dev/shm")
 """Where weight files go if they fit; else the usual temporary directory."""
@@ -280,7 +283,7 @@ def _directory_for(size: int, shared: Path | None) -> Iterator[Path]:
 
 
 def export(
-    state: dict[str, Tensor],
+    tensors: Iterable[tuple[str, Tensor]],
     model: PreTrainedModel,
     path: Path,
     dtype: torch.dtype,
@@ -289,15 +292,13 @@ def export(
 ) -> None:
     """Write safetensors, config and, if given, the tokenizer with its chat template, atomically.
 
-    `stop_ids` become the tokens that end a generation.
+    Each of `tensors` has `dtype`; tied ones come once. `stop_ids` become the tokens that end a
+    generation.
     """
-    from huggingface_hub import save_torch_state_dict
-
     config = type(model.config).from_dict(model.config.to_dict())
     config.dtype = dtype
     with replacing_directory(path) as temporary:
-        narrow = {name: value.to(dtype) for name, value in untied(state).items()}
-        save_torch_state_dict(narrow, temporary, max_shard_size="5GB", metadata={"format": "pt"})
+        write_safetensors(tensors, temporary)
         config.save_pretrained(temporary)
         if model.can_generate():
             model.generation_config.save_pretrained(temporary)
@@ -306,6 +307,44 @@ def export(
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         _share(temporary)
+
+
+def write_safetensors(
+    tensors: Iterable[tuple[str, Tensor]], directory: Path, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write tensors as they come: `model.safetensors`, or several files with an index.
+
+    At most one file's tensors are held at a time.
+    """
+    from safetensors.torch import save_file
+
+    parts: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+    total = size = 0
+
+    def write() -> None:
+        save_file(held, directory / f"part-{len(parts)}", metadata={"format": "pt"})
+        parts.append(list(held))
+        held.clear()
+
+    for name, tensor in tensors:
+        if held and size + tensor.nbytes > shard_bytes:
+            write()
+            size = 0
+        held[name] = tensor.contiguous()
+        size += tensor.nbytes
+        total += tensor.nbytes
+    write()
+    weight_map: dict[str, str] = {}
+    for index, names in enumerate(parts):
+        file = f"model-{index + 1:05d}-of-{len(parts):05d}.safetensors"
+        file = file if len(parts) > 1 else "model.safetensors"
+        (directory / f"part-{index}").rename(directory / file)
+        weight_map |= dict.fromkeys(names, file)
+    if len(parts) > 1:
+        index_file = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        text = json.dumps(index_file, indent=2, sort_keys=True)
+        (directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
 def write_generation_config(directory: Path, stop_ids: Sequence[int]) -> None:
