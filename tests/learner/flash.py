@@ -37,9 +37,13 @@ def flash_attn_varlen_func(
     assert max_seqlen_q == max_seqlen_k == max(lengths)
     parts = []
     for query, key, value in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
-        heads = [x.transpose(0, 1)[None] for x in (query, key, value)]
         out = F.scaled_dot_product_attention(
-            *heads, is_causal=True, scale=softmax_scale, enable_gqa=True
+            query.transpose(0, 1)[None],
+            key.transpose(0, 1)[None],
+            value.transpose(0, 1)[None],
+            is_causal=True,
+            scale=softmax_scale,
+            enable_gqa=True,
         )
         parts.append(out[0].transpose(0, 1))
     return torch.cat(parts)

@@ -71,21 +71,20 @@ def test_two_ranks_have_the_weights_of_one(qwen_dir: Path) -> None:
 
 @pytest.mark.slow
 def test_an_unknown_head_is_refused_by_all_ranks(tmp_path: Path) -> None:
-    config = LlamaConfig(**SHAPE, tie_word_embeddings=True, logits_scaling=3.0)
+    config = LlamaConfig(**SHAPE | {"tie_word_embeddings": True, "logits_scaling": 3.0})
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(RecipeError, match="computes its logits in a way"):
         make_group(tmp_path, 2)
 
 
-class _Measured(LearnerGroup):
-    def resident_megabytes(self) -> list[float]:
-        """Largest memory so far of each rank's process."""
-        sizes = []
-        for process in local_ranks(self)._processes:
-            status = Path(f"/proc/{process.pid}/status").read_text()
-            peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
-            sizes.append(int(peak.split()[1]) / 1024)
-        return sizes
+def largest_megabytes(group: LearnerGroup) -> list[float]:
+    """Largest memory so far of each rank's process."""
+    sizes = []
+    for process in local_ranks(group)._processes:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+        sizes.append(int(peak.split()[1]) / 1024)
+    return sizes
 
 
 @pytest.mark.slow
@@ -95,10 +94,10 @@ def test_only_rank_0_holds_the_whole_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**shape | {"num_hidden_layers": 10})).save_pretrained(tmp_path)
     learner = LearnerConfig(ranks=2, threads=1)
-    with _Measured(tmp_path, learner, OptimizerConfig(), total_steps=1, seed=0) as group:
-        before = group.resident_megabytes()
+    with LearnerGroup(tmp_path, learner, OptimizerConfig(), total_steps=1, seed=0) as group:
+        before = largest_megabytes(group)
         state = group.state()
-        after = group.resident_megabytes()
+        after = largest_megabytes(group)
     whole = sum({v.data_ptr(): v.nbytes for v in state.values()}.values()) / MEGABYTE
     assert whole > 100
     assert after[1] - before[1] < whole / 2

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -478,27 +479,21 @@ class _MiniBatch:
         old: Sequence[Tensor] | None,
         reference: Sequence[Tensor] | None,
     ) -> None:
-        self.samples = samples
+        self.samples, self.packs = samples, packs
         self.old = None if old is None else _by_pack(packs, old)
         self.reference = None if reference is None else _by_pack(packs, reference)
         self._seen: list[tuple[Pack, Tensor, Tensor]] = []
 
     def loss_of(self, config: LossConfig, tokens: int, sequences: int, device: str) -> LossOf:
-        rollout = [sample.logprobs for sample in self.samples]
+        """The loss of a micro-batch; its inputs go to the device before the first of them runs."""
+        rollout = _by_pack(self.packs, [self._rollout(pack, device) for pack in self.packs])
+        advantage = _by_pack(self.packs, [self._advantage(pack, device) for pack in self.packs])
 
         def loss_of(pack: Pack, current_T: Tensor, entropy_T: Tensor) -> tuple[Tensor, Stats]:
-            sizes = torch.tensor([len(row.predict) for row in pack.rows])
-            advantage = torch.tensor(
-                [
-                    self.samples[row.index].advantage if len(row.predict) else 0.0
-                    for row in pack.rows
-                ],
-                dtype=torch.float32,
-            )
             batch = TokenBatch(
-                rollout_T=flat(rollout, pack, device),
+                rollout_T=rollout[id(pack)],
                 old_T=current_T.detach() if self.old is None else self.old[id(pack)],
-                advantage_T=advantage.repeat_interleave(sizes).to(device),
+                advantage_T=advantage[id(pack)],
                 sequence_T=pack.sequence_T,
                 reference_T=None if self.reference is None else self.reference[id(pack)],
             )
@@ -506,6 +501,19 @@ class _MiniBatch:
             return grpo_loss(current_T, entropy_T, batch, config, tokens, sequences)
 
         return loss_of
+
+    def _rollout(self, pack: Pack, device: str) -> Tensor:
+        return flat([sample.logprobs for sample in self.samples], pack, device)
+
+    def _advantage(self, pack: Pack, device: str) -> Tensor:
+        """The advantage of its sample for each predicted token."""
+        sizes = [len(row.predict) for row in pack.rows]
+        values = [
+            self.samples[row.index].advantage if size else 0.0
+            for row, size in zip(pack.rows, sizes, strict=True)
+        ]
+        per_token = np.repeat(np.asarray(values, dtype=np.float32), sizes)
+        return torch.from_numpy(per_token).to(device)
 
     def token_values(self) -> Iterator[TokenValues]:
         """Old and current logprobs of each sample, rounded for the record."""

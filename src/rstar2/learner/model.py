@@ -71,11 +71,9 @@ class PackedPolicy(nn.Module):
         """Last hidden states of the packed row, [1, tokens, hidden]."""
         extra: dict[str, Any] = {"ragged": pack.ragged}
         if self.model.config._attn_implementation != attention.NAME:
-            lengths = torch.tensor((0, *pack.lengths), dtype=torch.int32)
-            bounds = lengths.cumsum(0, dtype=torch.int32).to(pack.input_ids.device)
             extra = {
-                "cu_seq_lens_q": bounds,
-                "cu_seq_lens_k": bounds,
+                "cu_seq_lens_q": pack.bounds,
+                "cu_seq_lens_k": pack.bounds,
                 "max_length_q": pack.lengths[0],
                 "max_length_k": pack.lengths[0],
             }
@@ -116,11 +114,11 @@ def load_policy(
         change(policy)
         if whole is not None:
             change(PackedPolicy(whole))
-    if mesh is not None:
-        shard(policy, mesh, dtype)
-    policy.to_empty(device=device)
     if mesh is None:
-        model.tie_weights()
+        _allocate(policy, device)
+    else:
+        shard(policy, mesh, dtype)
+        policy.to_empty(device=device)
     _copy_weights(model, whole, mesh)
     if whole is not None:
         model.generation_config = whole.generation_config
@@ -171,6 +169,21 @@ def empty_model(model_dir: str | Path) -> PreTrainedModel:
             attn_implementation=attention.NAME,
         )
     return cast(PreTrainedModel, model)
+
+
+def _allocate(module: nn.Module, device: str) -> None:
+    """Allocate all parameters and buffers on a device; tied ones stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, old in part._parameters.items():
+            if old is not None:
+                if id(old) not in made:
+                    new = torch.empty_like(old, device=device)
+                    made[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad)
+                part._parameters[name] = made[id(old)]
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = torch.empty_like(buffer, device=device)
 
 
 @torch.no_grad()

@@ -47,6 +47,8 @@ class Pack:
     position_ids: Tensor
     ragged: Ragged
     lengths: tuple[int, ...]
+    bounds: Tensor
+    """Where sequences begin and end, int32, as flash attention takes them."""
     source_T: Tensor
     """Positions in the pack whose hidden state predicts a token."""
     target_T: Tensor
@@ -112,6 +114,7 @@ def make_pack(rows: Sequence[PackedRow], device: torch.device | str = "cpu") -> 
         position_ids=tensor([np.arange(length) for length in lengths])[None],
         ragged=Ragged.of(lengths, device),
         lengths=lengths,
+        bounds=torch.from_numpy(np.cumsum((0, *lengths), dtype=np.int32)).to(device),
         source_T=tensor([row.predict - 1 + at for row, at in zip(ordered, starts, strict=True)]),
         target_T=tensor([row.ids[row.predict] for row in ordered]),
         sequence_T=tensor([np.full(len(row.predict), n) for n, row in enumerate(ordered)]),
