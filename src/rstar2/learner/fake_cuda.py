@@ -72,7 +72,7 @@ def fake_cuda(ranks: int = 1, rank: int = 0) -> Iterator[DeviceTrace]:
         for name, value in streams.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         check = "torch.cuda.amp.common.amp_definitely_not_available"
-        stack.enter_context(mock.patch(check, lambda: False))
+        stack.enter_context(mock.patch(check, return_value=False))
         # C++ code asks for a tensor's device to reach CUDA's driver, which is not there; Python
         # code asks for it to compute, and gets the CUDA device.
         stack.enter_context(mock.patch.dict(_DISPATCH_META_HANDLERS, {DEVICE_OF: _meta_device}))
@@ -88,7 +88,7 @@ def fake_cuda(ranks: int = 1, rank: int = 0) -> Iterator[DeviceTrace]:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         # DTensor derives the shapes of results in a mode of its own, which is not traced.
         detect = "torch.distributed.tensor._sharding_prop.detect_fake_mode"
-        stack.enter_context(mock.patch(detect, lambda: None))
+        stack.enter_context(mock.patch(detect, return_value=None))
         linear = AutocastLinear()
         stack.enter_context(mock.patch.object(F, "linear", linear))
         stack.enter_context(mock.patch.object(torch, "clear_autocast_cache", linear.clear))

@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,19 +33,17 @@ from rstar2.config import LearnerConfig, LossConfig, OptimizerConfig
 from rstar2.engine.checksums import bit_sums
 from rstar2.errors import CheckpointError, InvariantError, RecipeError
 from rstar2.grpo.batch import split_minibatches
-from rstar2.grpo.loss import Stats, TokenBatch, grpo_loss
+from rstar2.grpo.loss import Stats
 from rstar2.learner import checkpoint, lora, weights
+from rstar2.learner.minibatch import MiniBatch
 from rstar2.learner.model import PackedPolicy, ReadModel, adapt, load_policy, read_model
 from rstar2.learner.optim import Optimizers
-from rstar2.learner.pack import Pack, empty_pack, flat, input_length, make_pack, make_row, plan
+from rstar2.learner.pack import Pack, empty_pack, input_length, make_pack, make_row, plan
 from rstar2.learner.sft_loss import LossOf, SftRow, mean_logprob_loss
-from rstar2.types import Batch, Sample, TokenValues
+from rstar2.types import Batch, TokenValues
 
 MAX_SKIPPED = 5
 """Updates in a row that may be skipped because their gradient is not finite."""
-
-LOGPROB_DIGITS = 6
-"""Decimals of the logprobs that are recorded."""
 
 BASE_PROBE = tuple(range(1, 33))
 """Tokens whose logprobs identify the frozen weights of a checkpoint of adapters."""
@@ -98,7 +95,7 @@ class Learner:
         self.on_progress: Callable[[], None] = lambda: None
         """Called after every pass over a micro-batch."""
         self._skipped = 0
-        self._minibatches: list[_MiniBatch] = []
+        self._minibatches: list[MiniBatch] = []
         """Mini-batches of the last RL step, with the logprobs of their tokens."""
         self._reference: dict[str, Tensor] | None = None
         self._optimizers = self._make_optimizers(optimizer, total_steps)
@@ -129,7 +126,7 @@ class Learner:
         for index, (part, packs) in enumerate(zip(parts, plans, strict=True)):
             tokens = sum(sum(sample.mask[1:]) for sample in part)
             sequences = sum(any(sample.mask[1:]) for sample in part)
-            minibatch = _MiniBatch(part, packs, old[index], reference[index] if reference else None)
+            minibatch = MiniBatch(part, packs, old[index], reference[index] if reference else None)
             self._minibatches.append(minibatch)
             loss_of = minibatch.loss_of(loss, tokens, sequences, self.device)
             norms.append(self._update(packs, loss_of, stats, temperature))
@@ -467,69 +464,3 @@ def _whole(value: Tensor) -> Tensor:
     """A copy of a tensor on the CPU, gathered from all ranks."""
     gathered = value.full_tensor() if isinstance(value, DTensor) else value
     return gathered.detach().to("cpu", copy=True)
-
-
-class _MiniBatch:
-    """Per-token inputs of the GRPO loss for one mini-batch."""
-
-    def __init__(
-        self,
-        samples: Sequence[Sample],
-        packs: Sequence[Pack],
-        old: Sequence[Tensor] | None,
-        reference: Sequence[Tensor] | None,
-    ) -> None:
-        self.samples, self.packs = samples, packs
-        self.old = None if old is None else _by_pack(packs, old)
-        self.reference = None if reference is None else _by_pack(packs, reference)
-        self._seen: list[tuple[Pack, Tensor, Tensor]] = []
-
-    def loss_of(self, config: LossConfig, tokens: int, sequences: int, device: str) -> LossOf:
-        """The loss of a micro-batch; its inputs go to the device before the first of them runs."""
-        rollout = _by_pack(self.packs, [self._rollout(pack, device) for pack in self.packs])
-        advantage = _by_pack(self.packs, [self._advantage(pack, device) for pack in self.packs])
-
-        def loss_of(pack: Pack, current_T: Tensor, entropy_T: Tensor) -> tuple[Tensor, Stats]:
-            batch = TokenBatch(
-                rollout_T=rollout[id(pack)],
-                old_T=current_T.detach() if self.old is None else self.old[id(pack)],
-                advantage_T=advantage[id(pack)],
-                sequence_T=pack.sequence_T,
-                reference_T=None if self.reference is None else self.reference[id(pack)],
-            )
-            self._seen.append((pack, batch.old_T, current_T.detach()))
-            return grpo_loss(current_T, entropy_T, batch, config, tokens, sequences)
-
-        return loss_of
-
-    def _rollout(self, pack: Pack, device: str) -> Tensor:
-        return flat([sample.logprobs for sample in self.samples], pack, device)
-
-    def _advantage(self, pack: Pack, device: str) -> Tensor:
-        """The advantage of its sample for each predicted token."""
-        sizes = [len(row.predict) for row in pack.rows]
-        values = [
-            self.samples[row.index].advantage if size else 0.0
-            for row, size in zip(pack.rows, sizes, strict=True)
-        ]
-        per_token = np.repeat(np.asarray(values, dtype=np.float32), sizes)
-        return torch.from_numpy(per_token).to(device)
-
-    def token_values(self) -> Iterator[TokenValues]:
-        """Old and current logprobs of each sample, rounded for the record."""
-        for pack, old_T, current_T in self._seen:
-            sizes = [len(row.predict) for row in pack.rows]
-            for row, old, current in zip(
-                pack.rows, old_T.split(sizes), current_T.split(sizes), strict=True
-            ):
-                if len(row.predict):
-                    name = self.samples[row.index].trajectory_id
-                    yield TokenValues(name, _rounded(old), _rounded(current))
-
-
-def _rounded(values: Tensor) -> tuple[float, ...]:
-    return tuple(round(value, LOGPROB_DIGITS) for value in values.tolist())
-
-
-def _by_pack(packs: Sequence[Pack], values: Sequence[Tensor]) -> dict[int, Tensor]:
-    return {id(pack): value for pack, value in zip(packs, values, strict=True)}
