@@ -62,3 +62,16 @@ async def test_turns_of_a_hung_engine_run_elsewhere_and_it_comes_back() -> None:
         task.cancel()
     await asyncio.gather(dog, *long_turns, return_exceptions=True)
     await fleet.close()
+
+
+async def test_a_probe_does_not_count_while_this_process_is_late() -> None:
+    engine = HangingEngine("a")
+    engine.stuck = True
+    fleet = Fleet([engine], Scheduler(SchedulerConfig()))
+    dog = Watchdog(fleet, (1, 2, 3), hang_s=0.02)
+    assert not await dog._works(engine), "this process was in time: the engine hangs"
+    probe = asyncio.ensure_future(dog._works(engine))
+    await asyncio.sleep(0)
+    dog.late_s += 2.0  # as if the event loop had been blocked for two seconds
+    assert await probe
+    await fleet.close()
