@@ -6,11 +6,13 @@ import io
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from rstar2.cli import COMMANDS, load, main
 from rstar2.cli.waiting import ERASE, waiting
+from rstar2.config.codeenv import URL_VARIABLE
 
 TYPES = re.compile(
     r"<[a-z\[\] ]+>|\b(TEXT|INTEGER|FLOAT|DIRECTORY|RANGE|str|bool|list\[)\b", re.ASCII
@@ -74,6 +76,16 @@ def test_the_shell_completes_commands_and_their_options(
     assert completed("rstar2 ch").split() == ["chat"]
     assert "--temperature" in completed("rstar2 chat --te")
     assert completed("rstar2 codeenv ser").split() == ["serve"]
+
+
+def test_a_running_code_environment_is_used_by_its_variable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "program.py").write_text("print(1)")
+    monkeypatch.setenv(URL_VARIABLE, "not-a-url")
+    code, out, err = rstar2(capsys, "codeenv", "run", str(tmp_path / "program.py"))
+    assert (code, out) == (2, "")
+    assert "not-a-url" in err
 
 
 class Terminal(io.StringIO):

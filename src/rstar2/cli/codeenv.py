@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from rstar2 import extras
 from rstar2.cli.limit_options import limit_options
+from rstar2.cli.waiting import waiting
 from rstar2.codeenv import deadlines
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.config import CodeEnvConfig
-from rstar2.config.codeenv import TOKEN_VARIABLE, WarmUp
+from rstar2.config.codeenv import TOKEN_VARIABLE, URL_VARIABLE, WarmUp
 from rstar2.errors import UserError
 from rstar2.types import Limits, ToolResult, encode
 
@@ -37,7 +37,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Run untrusted Python in a jail: as a server, or one program from the command line.",
 )
-progress = Console(stderr=True)
 
 Isolation = Annotated[
     str,
@@ -47,7 +46,11 @@ Isolation = Annotated[
     ),
 ]
 Url = Annotated[
-    str, typer.Option(help="Use the server at this URL instead of starting one for this command.")
+    str,
+    typer.Option(
+        envvar=URL_VARIABLE,
+        help="Use the server at this URL instead of starting one for this command.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Packages = Annotated[
@@ -157,10 +160,10 @@ def serve(
     def say(ready: ServerReady) -> None:
         if as_json:
             typer.echo(encode(ready).decode())
-        progress.print(
+        typer.echo(
             f"code environment at {ready.url}: {ready.isolation} isolation, {ready.slots} slots"
             f"{', token required' if config.token else ''}; Ctrl-C stops it",
-            highlight=False,
+            err=True,
         )
 
     asyncio.run(run_server(config, on_ready=say))
@@ -268,7 +271,7 @@ def mcp(
 
     def say(address: str) -> None:
         shown = ", token required" if token else ""
-        progress.print(f"MCP at {address}{shown}; Ctrl-C stops it", highlight=False)
+        typer.echo(f"MCP at {address}{shown}; Ctrl-C stops it", err=True)
 
     asyncio.run(main())
 
@@ -289,6 +292,7 @@ def bench(
     The calls go through HTTP. benchmarks/codeenv.py compares the figures with other ways to run
     Python.
     """
+    from rich.console import Console
     from rich.table import Table
 
     from rstar2.codeenv.client.bench import PROGRAMS, measure
@@ -317,7 +321,7 @@ def bench(
             f"{row['p99_ms']:.1f}", str(row["infrastructure"]),
         )  # fmt: skip
     Console().print(table)
-    progress.print(f"{concurrency} calls in flight, {rows[0]['isolation']} isolation")
+    typer.echo(f"{concurrency} calls in flight, {rows[0]['isolation']} isolation", err=True)
 
 
 # --------------------------------------------------------------------------- helpers
@@ -401,7 +405,7 @@ def _read(path: Path, field: str) -> str:
 @asynccontextmanager
 async def _client(config: CodeEnvConfig) -> AsyncIterator[CodeEnvClient]:
     what = "connecting to" if config.urls else "starting"
-    with progress.status(f"{what} a code environment"):
+    with waiting(f"{what} a code environment"):
         client = await CodeEnvClient.start(config)
     async with client:
         yield client
@@ -410,9 +414,10 @@ async def _client(config: CodeEnvConfig) -> AsyncIterator[CodeEnvClient]:
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[str], None]]:
     """A progress bar on stderr: `with _progress(n) as advance: advance(label)`."""
+    from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=progress, transient=True) as shown:
+    with Progress(console=Console(stderr=True), transient=True) as shown:
         task = shown.add_task("measuring", total=total)
         yield lambda label: shown.update(task, advance=1, description=label)
 
@@ -431,9 +436,14 @@ def _show(result: ToolResult) -> None:
     if result.truncated:
         facts.append("output truncated")
     facts.append(f"{result.isolation or 'no'} isolation")
-    progress.print(f"[{colour}]{result.outcome}[/] · " + " · ".join(facts), highlight=False)
+    typer.echo(f"{_styled(str(result.outcome), fg=colour)} · " + " · ".join(facts), err=True)
     if result.message and not result.outcome.succeeded:
-        progress.print(result.message, style="dim", highlight=False, markup=False)
+        typer.echo(_styled(result.message, dim=True), err=True)
+
+
+def _styled(text: str, **style: Any) -> str:
+    """Text in a style, unless NO_COLOR is set; a stream that is no terminal drops styles."""
+    return text if os.environ.get("NO_COLOR") else typer.style(text, **style)
 
 
 def _printable(text: str, stream: Any) -> str:
