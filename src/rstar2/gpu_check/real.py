@@ -275,7 +275,7 @@ def make_model(directory: Path) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from rstar2.learner.tiny import make_tokenizer
+    from rstar2.learner.tiny import make_tokenizer, write_model
 
     tokenizer = make_tokenizer()
     config = Qwen3Config(
@@ -296,8 +296,7 @@ def make_model(directory: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: Any = Qwen3ForCausalLM(config)
-    model.to(torch.bfloat16).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    write_model(directory, tokenizer, model.to(torch.bfloat16))
 
 
 def _make_engine(recipe: Recipe, model: Path) -> VllmEngine:
