@@ -1,8 +1,8 @@
 """Runs a recipe on several machines with Ray.
 
 Ray starts the parts of a run on nodes and reports lost ones. Data moves as on one machine: tokens
-over HTTP, weights as files in the run directory, gradients over torch.distributed, tool calls to
-one code environment per node.
+over HTTP, weights as files in the memory of each node, gradients over torch.distributed, tool calls
+to one code environment per node.
 
     driver (rstar2 train): controller, scheduler, agent loops, record
       ├── EngineActor  x engine.count     an engine behind HTTP           engine_http.py, actors.py

@@ -31,6 +31,7 @@ from rstar2.cluster.engines import RemoteEngine
 from rstar2.cluster.learner import RemoteRanks
 from rstar2.cluster.nodes import NodeError
 from rstar2.cluster.placement import Ledger, Node, check_room, engine_need
+from rstar2.cluster.weight_copies import WeightCopies
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.config import Recipe
 
@@ -47,6 +48,7 @@ class RayCluster:
         self.recipe, self.notify = recipe, notify
         self.watch_s = recipe.cluster.watch_s
         self.ledger = Ledger(known_nodes)
+        self.weights = WeightCopies(self.ledger)
         self._engines: list[RemoteEngine] = []
         self._servers: dict[str, RemoteServer] = {}
         self._tools: CodeEnvClient | None = None
@@ -126,6 +128,7 @@ class RayCluster:
     async def close(self) -> None:
         """Stop the node checks; callers close the parts that they requested."""
         self._watching.cancel()
+        self.weights.close()
         results = await asyncio.gather(self._watching, return_exceptions=True)
         if isinstance(results[0], Exception):
             log.warning("the node checks had failed: %r", results[0])

@@ -20,7 +20,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
@@ -37,7 +37,7 @@ from rstar2.files import replacing_directory
 from rstar2.types import WeightVersion
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
 
     from transformers import PreTrainedModel
 
@@ -115,13 +115,25 @@ class InThread(Protocol):
     ) -> Awaitable[R]: ...
 
 
+Write = Callable[[Path], Awaitable[None]]
+"""Writes an export as a directory, on the machine of the learner's rank 0."""
+
+
+class Spread(Protocol):
+    """Has an export written and brings it to engines: a path for each that it has reached."""
+
+    def __call__(
+        self, write: Write, size: int, engines: Sequence[Engine]
+    ) -> AbstractAsyncContextManager[Mapping[str, Path]]: ...
+
+
 async def publish(
     learner: WeightSource,
     engines: Sequence[Engine],
     version: WeightVersion,
     probe_ids: Sequence[int],
     *,
-    shared: Path | None = None,
+    spread: Spread | None = None,
     tolerance: float = PROBE_TOLERANCE,
     deadline_s: float = 600.0,
     straggler_s: float = STRAGGLER_S,
@@ -130,8 +142,8 @@ async def publish(
     """Give engines the learner's weights as `version` and prove each.
 
     Engines with `weight_transfer = "files"` get a safetensors directory, all others the tensors.
-    `shared` is a directory that engines on other machines can read; without it all engines are on
-    this machine. `in_thread` runs the learner's blocking calls.
+    `spread` brings the directory to engines on other machines; without it all engines are on this
+    machine. `in_thread` runs the learner's blocking calls.
     """
     started = time.monotonic()
     by_files = [e for e in engines if e.weight_transfer == "files"]
@@ -141,25 +153,39 @@ async def publish(
     proof = _Proof(learner, probe_ids, expected, tolerance, in_thread)
     outcomes: dict[str, float | InfrastructureError] = {}
 
-    async def send(update: WeightUpdate, targets: Sequence[Engine]) -> None:
-        tasks = {e.name: asyncio.ensure_future(proof.install(e, update)) for e in targets}
+    async def send(updates: Mapping[str, WeightUpdate], targets: Sequence[Engine]) -> None:
+        tasks = {
+            e.name: asyncio.ensure_future(proof.install(e, updates[e.name]))
+            for e in targets
+            if e.name in updates
+        }
         outcomes.update(await _outcomes(tasks, deadline_s, straggler_s))
+
+    async def write(path: Path) -> None:
+        await in_thread(learner.export, path)
 
     size = 0
     if by_memory:
         state = await in_thread(learner.state)
         size = sum({value.data_ptr(): value.nbytes for value in state.values()}.values())
-        await send(WeightUpdate(version, state=state, hold=True), by_memory)
+        update = WeightUpdate(version, state=state, hold=True)
+        await send({e.name: update for e in by_memory}, by_memory)
     if by_files:
         size = await in_thread(learner.export_bytes)
-        with _directory_for(size, shared) as directory:
-            await in_thread(learner.export, directory / "model")
-            await send(WeightUpdate(version, path=directory / "model", hold=True), by_files)
+        async with (spread or on_this_machine)(write, size, by_files) as paths:
+            updates = {
+                name: WeightUpdate(version, path=path, hold=True) for name, path in paths.items()
+            }
+            await send(updates, by_files)
+        for engine in by_files:
+            missing = EngineError(f"{engine.name}: the weights did not reach its node")
+            outcomes.setdefault(engine.name, missing)
     if by_adapter:
-        with _directory_for(size, shared) as directory:
+        with _directory_for(size) as directory:
             await in_thread(learner.export_adapter, directory / "adapter")
             size += sum(file.stat().st_size for file in directory.rglob("*.safetensors"))
-            await send(WeightUpdate(version, path=directory / "adapter", hold=True), by_adapter)
+            update = WeightUpdate(version, path=directory / "adapter", hold=True)
+            await send({e.name: update for e in by_adapter}, by_adapter)
     wrong = [str(o) for o in outcomes.values() if isinstance(o, WeightUpdateError)]
     if wrong:
         raise WeightUpdateError(f"version {version}: {'; '.join(wrong)}")
@@ -271,14 +297,22 @@ class _Proof:
         return gap
 
 
+@asynccontextmanager
+async def on_this_machine(
+    write: Write, size: int, engines: Sequence[Engine]
+) -> AsyncIterator[Mapping[str, Path]]:
+    """One directory for all engines."""
+    with _directory_for(size) as directory:
+        await write(directory / "model")
+        yield {engine.name: directory / "model" for engine in engines}
+
+
 @contextmanager
-def _directory_for(size: int, shared: Path | None) -> Iterator[Path]:
-    """A temporary directory: where all machines see it, or in memory if twice the weights fit."""
-    if shared is not None:
-        shared.mkdir(parents=True, exist_ok=True)
-    elif FAST_DIRECTORY.is_dir() and shutil.disk_usage(FAST_DIRECTORY).free > 2 * size:
-        shared = FAST_DIRECTORY
-    with tempfile.TemporaryDirectory(prefix="rstar2-weights-", dir=shared) as name:
+def _directory_for(size: int) -> Iterator[Path]:
+    """A temporary directory, in memory if twice the weights fit."""
+    fits = FAST_DIRECTORY.is_dir() and shutil.disk_usage(FAST_DIRECTORY).free > 2 * size
+    parent = FAST_DIRECTORY if fits else None
+    with tempfile.TemporaryDirectory(prefix="rstar2-weights-", dir=parent) as name:
         yield Path(name)
 
 

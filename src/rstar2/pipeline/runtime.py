@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -70,8 +69,6 @@ PROBE_TOKENS = 64
 PUBLISH_ATTEMPTS = 3
 NO_ENGINE_S = 900.0
 """How long `publish` waits for the first engine if none runs."""
-WEIGHTS = "weights"
-"""Directory in the run directory for weights that engines on other machines read."""
 
 
 class Runtime:
@@ -320,14 +317,14 @@ class Runtime:
 
         recipe, metrics = self.recipe, dict[str, float]()
         tolerance = probe_tolerance(recipe.model.dtype, recipe.learner.dtype, measured=self._gap)
-        shared = None if self.cluster is None else self.directory / WEIGHTS
+        spread = None if self.cluster is None else self.cluster.weights
         new = [engine for engine in engines if engine.name not in self._rehearsed]
         if recipe.learner.lora is not None and new:
             rehearsed = await rehearse(
                 self.learner,
                 new,
                 self._probe,
-                shared=shared,
+                spread=spread,
                 tolerance=tolerance,
                 in_thread=self.on_learner,
             )
@@ -338,7 +335,7 @@ class Runtime:
             engines,
             version,
             self._probe,
-            shared=shared,
+            spread=spread,
             tolerance=tolerance,
             straggler_s=recipe.engine.hang_s,
             in_thread=self.on_learner,
@@ -399,7 +396,6 @@ async def open_runtime(
     environment = environment or load_environment(recipe.environment, recipe.template)
     executor = ThreadPoolExecutor(1, thread_name_prefix="learner")
     loop = asyncio.get_running_loop()
-    shutil.rmtree(directory / WEIGHTS, ignore_errors=True)  # left by a driver that was killed
     try:
         model_dir = await loop.run_in_executor(executor, find_model, recipe, directory)
         async with _open_cluster(recipe, notify) as cluster:
