@@ -159,7 +159,7 @@ def test_logits_of_a_whole_batch_are_never_held() -> None:
 
 @pytest.mark.slow
 def test_memory_of_all_layers_is_extrapolated_from_few() -> None:
-    shape = ModelShape(64, 6, 4, 2, 16, 128, 1000, tied=True)
+    shape = ModelShape(64, 8, 4, 2, 16, 128, 1000, tied=True)
     config = CONFIG.model_copy(update={"tokens_per_microbatch": 512})
     expected, found = run_step(shape, config), measure_memory(shape, config)
     assert found.state == pytest.approx(expected.state, rel=0.001)

@@ -14,7 +14,7 @@ from rstar2.cli import app, main
 from rstar2.config import Recipe, load_recipe
 from rstar2.errors import UserError
 from rstar2.plan import GPUS, Assumptions, find_shape, make_plan, parse_cluster
-from rstar2.plan.estimate import Roofline, layout_of
+from rstar2.plan.estimate import Layout, Roofline, layout_of, learner_parts
 from rstar2.plan.propose import propose
 from rstar2.plan.workload import draw_lengths, stage_loads
 
@@ -221,3 +221,19 @@ def test_the_plans_in_the_docs_are_current(tmp_path: Path, monkeypatch: pytest.M
         printed = CliRunner().invoke(app, command.split()).stdout
         assert all(len(line) <= 80 for line in printed.splitlines()), command
         assert printed.partition("assumptions (change")[0].rstrip() == text.rstrip(), command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_memory_of_the_learner_is_within_a_tenth_of_fake_devices(ranks: int) -> None:
+    """The formula against the learner's own step on fake CUDA devices."""
+    from rstar2.learner.measure import run_step
+
+    shape = replace(find_shape("Qwen/Qwen3-8B"), layers=4)
+    recipe = load_recipe(
+        "rstar2-agent-14b",
+        [f"learner.ranks={ranks}", "learner.tokens_per_microbatch=12288"],
+    ).recipe
+    parts = learner_parts(recipe, shape, Layout(ranks, 1, ranks, colocated=False))
+    measured = run_step(shape, recipe.learner)
+    assert sum(parts.values()) == pytest.approx(measured.peak, rel=0.1)

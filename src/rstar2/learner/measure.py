@@ -17,8 +17,8 @@ from rstar2.learner.learner import Learner
 from rstar2.model_config import ModelShape
 from rstar2.types import Batch, Sample
 
-FEW_LAYERS = (2, 4)
-"""Layers of the models that run."""
+FEW_LAYERS = (4, 6)
+"""Layers of the models that run; with fewer, not all of FSDP's buffers exist at one time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,15 +228,20 @@ def learner_parts(recipe: Recipe, shape: ModelShape, layout: Layout) -> dict[str
     """Memory of one rank while it trains, its state first."""
     tokens = recipe.learner.tokens_per_microbatch
     kept = 1 if recipe.learner.activation_checkpointing else 16
-    layer = shape.parameters / shape.layers
+    table = shape.vocabulary * shape.hidden
+    root = table if shape.tied else 2 * table
+    layer = (shape.parameters - root) / shape.layers
     return {
         state_label(recipe.learner, layout.ranks): state_bytes(shape, recipe.learner)
         / layout.ranks
         / GB,
-        "gathered layers": (0.0 if layout.ranks == 1 else 2 * 2 * layer * 2 / GB),
+        "gathered weights": (0.0 if layout.ranks == 1 else 2 * (root + 2 * layer) / GB),
+        "gradients before they are sharded": (
+            0.0 if layout.ranks == 1 else (2 * table + (2 + 4) * layer) / GB
+        ),
         f"activations of {tokens} tokens": (
             tokens * shape.hidden * 2 * shape.layers * kept
-            + tokens * (8 * shape.hidden + 3 * shape.intermediate) * 2
+            + tokens * (15 * shape.hidden + 6 * shape.intermediate) * 2
         )
         / GB,
         "logits": LOGITS_GB,
