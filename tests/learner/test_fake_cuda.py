@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
-from rstar2.config import LearnerConfig, LossConfig, OptimizerConfig
+from rstar2.config import LearnerConfig, LoraConfig, LossConfig, OptimizerConfig
 from rstar2.learner import learner as learner_module
 from rstar2.learner.fake_cuda import DEVICE, DeviceTrace, HostRead, fake_cuda
 from rstar2.learner.learner import Learner
@@ -164,6 +164,16 @@ def test_memory_of_all_layers_is_extrapolated_from_few() -> None:
     expected, found = run_step(shape, config), measure_memory(shape, config)
     assert found.state == pytest.approx(expected.state, rel=0.001)
     assert found.peak == pytest.approx(expected.peak, rel=0.02)
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_adapters_train_on_fake_devices(ranks: int) -> None:
+    """LoRA: the frozen weights have no gradients and no moments."""
+    pytest.importorskip("peft")
+    shape = ModelShape(64, 2, 4, 2, 16, 128, 50_000)
+    full = CONFIG.model_copy(update={"ranks": ranks})
+    adapters = full.model_copy(update={"lora": LoraConfig(rank=4)})
+    assert run_step(shape, adapters).state < 0.6 * run_step(shape, full).state
 
 
 def test_fakes_leave_torch_as_it_was(qwen3: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from dataclasses import replace
@@ -14,7 +15,8 @@ from rstar2.cli import app, main
 from rstar2.config import Recipe, load_recipe
 from rstar2.errors import UserError
 from rstar2.plan import GPUS, Assumptions, find_shape, make_plan, parse_cluster
-from rstar2.plan.estimate import Layout, Roofline, layout_of, learner_parts
+from rstar2.plan.estimate import Roofline, layout_of
+from rstar2.plan.memory import learner_memory
 from rstar2.plan.propose import propose
 from rstar2.plan.workload import draw_lengths, stage_loads
 
@@ -141,6 +143,24 @@ def test_an_engine_keeps_its_memory_while_the_learner_works(paper: Recipe) -> No
     assert 0.5 < shared.engine_share < 0.9
 
 
+def test_a_share_that_leaves_the_learner_too_little_is_a_problem() -> None:
+    for share, fits in ((0.3, True), (0.9, False)):
+        sets = [f"engine.gpu_memory_share={share}"]
+        recipe = load_recipe("rstar2-agent-14b", sets).recipe
+        problems = make_plan(recipe, parse_cluster("64xMI300X")).problems
+        assert (not problems) is fits
+    assert "engine.gpu_memory_share = 0.9 is 172.8 GB" in problems[0]
+
+
+def test_disk_of_checkpoints(paper: Recipe) -> None:
+    """Weights and two moments in float32; with LoRA those of the adapters."""
+    plan = make_plan(paper, parse_cluster("64xMI300X"))
+    assert plan.checkpoint_gb == pytest.approx(177, abs=1)
+    assert plan.checkpoints == paper.record.keep_checkpoints + 1
+    lora = make_plan(load_recipe("qwen3-1.7b-lora-24gb").recipe, parse_cluster("1x4090"))
+    assert 0.1 < lora.checkpoint_gb < 1
+
+
 @pytest.mark.parametrize(
     ("recipe", "cluster"),
     [
@@ -234,6 +254,34 @@ def test_memory_of_the_learner_is_within_a_tenth_of_fake_devices(ranks: int) -> 
         "rstar2-agent-14b",
         [f"learner.ranks={ranks}", "learner.tokens_per_microbatch=12288"],
     ).recipe
-    parts = learner_parts(recipe, shape, Layout(ranks, 1, ranks, colocated=False))
+    parts = learner_memory(recipe.learner, shape, ranks)
     measured = run_step(shape, recipe.learner)
     assert sum(parts.values()) == pytest.approx(measured.peak, rel=0.1)
+
+
+@pytest.mark.slow
+def test_the_command_shows_measured_memory_beside_the_formula(tmp_path: Path) -> None:
+    from rstar2.learner.measure import run_step, write_config
+    from rstar2.model_config import ModelShape
+
+    shape = ModelShape(64, 1, 4, 2, 16, 128, 50_000)
+    write_config(shape, tmp_path)
+    words = ["plan", "qwen3-1.7b-1gpu", "--cluster", "1x4090", "-s", f"model.path={tmp_path}"]
+    done = CliRunner().invoke(app, [*words, "--measure-memory"])
+    assert done.exit_code == 0, done.output
+    (shown,) = re.findall(r"a rank alone: ([\d.]+) by its own step on fake GPUs", done.output)
+    measured = run_step(shape, load_recipe("qwen3-1.7b-1gpu").recipe.learner).peak
+    assert float(shown) == pytest.approx(measured, abs=0.051)
+
+
+def test_the_formula_is_within_a_tenth_of_what_fake_devices_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The table of the docs: its formula column is current, and near the measured one."""
+    monkeypatch.syspath_prepend(str(DOCS.parents[1] / "scripts"))
+    script = importlib.import_module("gpu_memory")
+    rows = script.recorded()
+    assert rows.keys() == set(script.ROWS)
+    assert script.PAGE.read_text(encoding="utf-8") == script.shown(rows)
+    for row, measured in rows.items():
+        assert row.formula() == pytest.approx(measured, rel=0.1), row

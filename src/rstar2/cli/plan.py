@@ -9,10 +9,12 @@ from typing import Annotated
 import typer
 
 from rstar2.cli.waiting import waiting
-from rstar2.config import load_recipe
+from rstar2.config import Recipe, load_recipe
 from rstar2.errors import UserError
+from rstar2.extras import need
 from rstar2.files import write_file
-from rstar2.plan import Assumptions, Cluster, make_plan, parse_cluster
+from rstar2.model_config import ModelShape
+from rstar2.plan import Assumptions, Cluster, Plan, make_plan, parse_cluster
 from rstar2.plan.propose import propose, recipe_text, source_name
 from rstar2.types import encode
 
@@ -47,6 +49,14 @@ def plan(
         bool,
         typer.Option("--simulate", help="Estimate generation with the rollout simulator."),
     ] = False,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure-memory",
+            help="Also run the learner's step on fake GPUs and show the memory that it needs "
+            "(seconds to minutes; needs PyTorch, no GPU).",
+        ),
+    ] = False,
     write_recipe: Annotated[
         Path | None,
         typer.Option(
@@ -77,21 +87,38 @@ def plan(
         typer.echo(f"written: {write_recipe}", err=True)
     with waiting("simulating generation" if simulate else "planning", after_s=0.3):
         estimate = make_plan(loaded, machines, assumed, simulated=simulate)
+    measured_gb = _measured_gb(loaded, estimate.shape) if measure else None
     if as_json:
-        body = {
-            "plan": estimate,
-            "step_s": {s.load.name: s.step_s for s in estimate.stages},
-            "total_s": estimate.total_s,
-            "dollars": estimate.dollars,
-        }
-        typer.echo(encode(body).decode())
+        typer.echo(encode(_body(estimate, measured_gb)).decode())
     else:
         others = {
             change: make_plan(loaded, *variant).total_s
             for change, variant in _variants(machines, assumed).items()
         }
-        typer.echo(render(estimate, others), nl=False)
+        typer.echo(render(estimate, others, measured_gb), nl=False)
     raise typer.Exit(1 if estimate.problems else 0)
+
+
+def _body(estimate: Plan, measured_gb: float | None) -> dict[str, object]:
+    """The plan as JSON."""
+    return {
+        "plan": estimate,
+        "step_s": {s.load.name: s.step_s for s in estimate.stages},
+        "total_s": estimate.total_s,
+        "dollars": estimate.dollars,
+        **({} if measured_gb is None else {"measured_learner_gb": measured_gb}),
+    }
+
+
+def _measured_gb(recipe: Recipe, shape: ModelShape) -> float:
+    """Memory of a learner rank at the peak of its step, by fake GPUs."""
+    need("torch", "transformers", feature="--measure-memory")
+    if recipe.learner.lora is not None:
+        need("peft", feature="--measure-memory with learner.lora")
+    with waiting("running the learner's step on fake GPUs"):
+        from rstar2.learner.measure import measure_memory
+
+        return measure_memory(shape, recipe.learner).peak
 
 
 def _variants(machines: Cluster, assume: Assumptions) -> dict[str, tuple[Cluster, Assumptions]]:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import (
     _DISPATCH_META_HANDLERS,
+    FakeTensor,
     FakeTensorMode,
     unset_fake_temporarily,
 )
@@ -78,13 +79,16 @@ def fake_cuda(ranks: int = 1, rank: int = 0) -> Iterator[DeviceTrace]:
         stack.enter_context(mock.patch.dict(_DISPATCH_META_HANDLERS, {DEVICE_OF: _meta_device}))
         local = property(lambda tensor: tensor.to_local().device)
         stack.enter_context(mock.patch.object(DTensor, "device", local, create=True))
-        real = ((learner, "init_device_mesh"), (model, "empty_model"))
+        # FSDP keeps the shards of a model without data as they were when it was sharded.
+        stack.enter_context(mock.patch.object(FakeTensor, "is_meta", False, create=True))
+        real = ((learner, "init_device_mesh"), (learner, "adapt"), (model, "empty_model"))
         for module, name in real:
             function = _without_fakes(getattr(module, name))
             stack.enter_context(mock.patch.object(module, name, function))
         if ranks > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
             stack.callback(dist.destroy_process_group)
+            stack.enter_context(mock.patch.object(dist, "all_gather_object", _same_everywhere))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         # DTensor derives the shapes of results in a mode of its own, which is not traced.
         detect = "torch.distributed.tensor._sharding_prop.detect_fake_mode"
@@ -99,6 +103,11 @@ def fake_cuda(ranks: int = 1, rank: int = 0) -> Iterator[DeviceTrace]:
 
 def _meta_device(args: Any) -> torch.device:
     return META
+
+
+def _same_everywhere(shared: list[Any], value: Any) -> None:
+    """Every rank answers as this one does."""
+    shared[:] = [value] * len(shared)
 
 
 def _without_fakes(function: Callable[..., Any]) -> Callable[..., Any]:

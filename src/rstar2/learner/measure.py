@@ -32,9 +32,10 @@ class LearnerMemory:
 def measure_memory(shape: ModelShape, learner: LearnerConfig) -> LearnerMemory:
     """Memory of one rank that trains a model of this shape with micro-batches of full size."""
     layers = [min(few, shape.layers) for few in FEW_LAYERS]
-    small, large = (run_step(replace(shape, layers=count), learner) for count in layers)
-    if layers[0] == layers[1]:
-        return small
+    large = run_step(replace(shape, layers=layers[1]), learner)
+    if layers[1] == shape.layers:
+        return large
+    small = run_step(replace(shape, layers=layers[0]), learner)
     missing = (shape.layers - layers[1]) / (layers[1] - layers[0])
     return LearnerMemory(
         state=large.state + missing * (large.state - small.state),

@@ -20,7 +20,8 @@ from heapq import heappop, heappush
 from rstar2.config import Recipe
 from rstar2.model_config import ModelShape, find_shape
 from rstar2.plan.hardware import Cluster
-from rstar2.plan.lora import ASLEEP_GB, resident_bytes, state_bytes, state_label
+from rstar2.plan.lora import ASLEEP_GB, checkpoint_bytes, resident_bytes
+from rstar2.plan.memory import GB, learner_memory
 from rstar2.plan.workload import (
     Assumptions,
     StageLoad,
@@ -29,12 +30,10 @@ from rstar2.plan.workload import (
     stage_loads,
 )
 
-GB = 1e9
 COMPUTE_SHARE = 0.6
 """Share of peak FLOPS that decoding reaches with a large batch."""
+BESIDE = "engine on the same GPU"
 WRITE_HINT = "--write-recipe FILE writes a layout"
-LOGITS_GB = 0.3
-"""Maximum size of a chunk of logits in the learner, gradients included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +110,9 @@ class Plan:
     learner: MemoryFit
     kv_tokens: int
     """Size of one engine's KV cache."""
+    checkpoint_gb: float
+    checkpoints: int
+    """Checkpoints on disk at most: those that are kept, and the one that is written."""
     stages: tuple[StagePlan, ...]
     sft_s: float
     filter_s: float
@@ -171,6 +173,8 @@ def make_plan(
         engine=engine,
         learner=learner,
         kv_tokens=kv_tokens,
+        checkpoint_gb=checkpoint_bytes(shape, recipe.learner) / GB,
+        checkpoints=recipe.record.keep_checkpoints + 1,
         stages=stages,
         sft_s=roofline.sft(),
         filter_s=filters,
@@ -178,6 +182,7 @@ def make_plan(
         problems=(
             *_layout_problems(recipe, cluster, layout),
             *_memory_problems(recipe, engine, learner, kv_tokens),
+            *_share_problems(recipe, cluster, learner),
             *_core_problems(cluster, stages),
         ),
     )
@@ -204,7 +209,7 @@ def memory_fit(
 
     On a shared GPU both are there at all times: the KV cache gets what the learner leaves.
     """
-    learner = learner_parts(recipe, shape, layout)
+    learner = learner_memory(recipe.learner, shape, layout.ranks)
     weights = 2 * shape.parameters / layout.tensor_parallel / GB
     parts = {"weights, bfloat16": weights}
     limit = assume.kv_share * cluster.gpu.memory_gb
@@ -220,32 +225,8 @@ def memory_fit(
     counted = room or max(0.0, limit - weights)  # what does not fit is timed without the learner
     tokens = int(counted * GB / (2 * shape.kv_numbers / layout.tensor_parallel))
     if layout.colocated:
-        learner["engine on the same GPU"] = ASLEEP_GB if asleep else weights + room
+        learner[BESIDE] = ASLEEP_GB if asleep else weights + room
     return MemoryFit(parts, limit), MemoryFit(learner, 0.95 * cluster.gpu.memory_gb), tokens
-
-
-def learner_parts(recipe: Recipe, shape: ModelShape, layout: Layout) -> dict[str, float]:
-    """Memory of one rank while it trains, its state first."""
-    tokens = recipe.learner.tokens_per_microbatch
-    kept = 1 if recipe.learner.activation_checkpointing else 16
-    table = shape.vocabulary * shape.hidden
-    root = table if shape.tied else 2 * table
-    layer = (shape.parameters - root) / shape.layers
-    return {
-        state_label(recipe.learner, layout.ranks): state_bytes(shape, recipe.learner)
-        / layout.ranks
-        / GB,
-        "gathered weights": (0.0 if layout.ranks == 1 else 2 * (root + 2 * layer) / GB),
-        "gradients before they are sharded": (
-            0.0 if layout.ranks == 1 else (2 * table + (2 + 4) * layer) / GB
-        ),
-        f"activations of {tokens} tokens": (
-            tokens * shape.hidden * 2 * shape.layers * kept
-            + tokens * (15 * shape.hidden + 6 * shape.intermediate) * 2
-        )
-        / GB,
-        "logits": LOGITS_GB,
-    }
 
 
 def _layout_problems(recipe: Recipe, cluster: Cluster, layout: Layout) -> Iterator[str]:
@@ -282,6 +263,20 @@ def _memory_problems(
         yield (
             f"an engine's KV cache holds {kv_tokens:,} tokens, less than one rollout of "
             f"{longest:,}: use more GPUs ({WRITE_HINT}), or shorter stages"
+        )
+
+
+def _share_problems(recipe: Recipe, cluster: Cluster, learner: MemoryFit) -> Iterator[str]:
+    """A share of the GPU that the recipe gives an engine beside the learner, and is too large."""
+    share = recipe.engine.gpu_memory_share
+    if share is None or recipe.engine.sleep or BESIDE not in learner.parts:
+        return
+    rank, taken = learner.total - learner.parts[BESIDE], share * cluster.gpu.memory_gb
+    if rank + taken > learner.limit:
+        yield (
+            f"engine.gpu_memory_share = {share:g} is {taken:.1f} GB, and a learner rank on the "
+            f"same GPU needs {rank:.1f} GB; {learner.limit:.1f} GB are available: leave it out, "
+            "and it is computed"
         )
 
 

@@ -12,6 +12,8 @@ from rstar2.model_config import ModelShape
 WEIGHT_BYTES = 4
 ASLEEP_GB = 1.5
 """What a sleeping server keeps: CUDA's context and graphs. An estimate, not measured."""
+CHECKPOINT_BYTES = 12
+"""Bytes per trained parameter in a checkpoint: weight and two moments in float32."""
 STATE_BYTES = 16
 """Bytes per trained parameter: weight, gradient and two moments in float32."""
 
@@ -32,6 +34,14 @@ def resident_bytes(shape: ModelShape, learner: LearnerConfig) -> float:
     frozen = 4 if learner.dtype == "float32" else 2
     trained = shape.adapter_parameters(learner.lora.rank, learner.lora.targets)
     return float(frozen * shape.parameters + WEIGHT_BYTES * trained)
+
+
+def checkpoint_bytes(shape: ModelShape, learner: LearnerConfig) -> float:
+    """Bytes of one checkpoint on disk."""
+    if learner.lora is None:
+        return float(CHECKPOINT_BYTES * shape.parameters)
+    trained = shape.adapter_parameters(learner.lora.rank, learner.lora.targets)
+    return float(CHECKPOINT_BYTES * trained)
 
 
 def state_label(learner: LearnerConfig, ranks: int) -> str:

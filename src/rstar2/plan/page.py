@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import fields
 
-from rstar2.plan.estimate import WRITE_HINT, MemoryFit, Plan
+from rstar2.plan.estimate import BESIDE, WRITE_HINT, MemoryFit, Plan
 from rstar2.plan.workload import Assumptions
 
 WIDTH = 80
@@ -19,9 +19,13 @@ def _wrapped(text: str, indent: str = "") -> Iterator[str]:
     )
 
 
-def render(plan: Plan, others: dict[str, float]) -> str:
-    """Render a plan; `others` are the total seconds under changed assumptions, by change."""
-    return "\n".join([*_head(plan), *_memory(plan), *_steps(plan), *_total(plan, others)]) + "\n"
+def render(plan: Plan, others: dict[str, float], measured_gb: float | None = None) -> str:
+    """Render a plan; `others` are the total seconds under changed assumptions, by change.
+
+    `measured_gb` is the memory of a learner rank on fake GPUs, if it was measured.
+    """
+    memory = _memory(plan, measured_gb)
+    return "\n".join([*_head(plan), *memory, *_steps(plan), *_total(plan, others)]) + "\n"
 
 
 def _head(plan: Plan) -> Iterator[str]:
@@ -46,17 +50,28 @@ def _head(plan: Plan) -> Iterator[str]:
         yield ""
 
 
-def _memory(plan: Plan) -> Iterator[str]:
+def _memory(plan: Plan, measured_gb: float | None) -> Iterator[str]:
     yield "memory per GPU, GB"
     for name, fit in (("generating", plan.engine), ("learning", plan.learner)):
         yield f"  {name:<12} {fit.total:7.1f} of {fit.limit:.1f}"
         yield from _wrapped(_parts(fit), "    ")
+    if measured_gb is not None:
+        formula = plan.learner.total - plan.learner.parts.get(BESIDE, 0.0)
+        yield from _wrapped(
+            f"a rank alone: {measured_gb:.1f} by its own step on fake GPUs, {formula:.1f} by the "
+            f"formula ({formula / measured_gb - 1:+.0%})",
+            "  ",
+        )
     yield f"  each engine's KV cache holds {plan.kv_tokens:,} tokens"
     if plan.layout.colocated and plan.engine.fits:
         share = max(0.05, plan.engine_share - 0.005)
         what = "gives back" if "weights of the learner" in plan.engine.parts else "keeps"
         yield f"  an engine {what} its memory while the learner works; it gets {share:.2f}"
         yield "    of the GPU (engine.gpu_memory_share)"
+    yield (
+        f"  disk: up to {plan.checkpoints} checkpoints of {plan.checkpoint_gb:,.1f} GB "
+        "(record.keep_checkpoints)"
+    )
     yield ""
 
 

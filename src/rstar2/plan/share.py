@@ -7,8 +7,9 @@ from collections.abc import Callable
 from rstar2.config import Recipe
 from rstar2.errors import RecipeError, UserError
 from rstar2.model_config import find_shape
-from rstar2.plan.estimate import GB, layout_of, learner_parts
+from rstar2.plan.estimate import layout_of
 from rstar2.plan.lora import resident_bytes
+from rstar2.plan.memory import GB, learner_memory
 from rstar2.plan.workload import Assumptions
 
 
@@ -29,7 +30,7 @@ def beside_learner(recipe: Recipe, assume: Assumptions | None = None) -> Callabl
                 f"the memory of engines beside the learner is not known: {error}. Set "
                 "engine.gpu_memory_share"
             ) from error
-        learner = sum(learner_parts(recipe, shape, layout).values())
+        learner = sum(learner_memory(recipe.learner, shape, layout.ranks).values())
         if recipe.engine.sleep:
             learner = resident_bytes(shape, recipe.learner) / layout.ranks / GB
         left = (assume or Assumptions()).kv_share - learner / memory_gb
