@@ -14,6 +14,7 @@ one that belongs to a single module is defined there, and the drawing names that
     │   ├── MissingExtraError [extras]             a package that an extra of rstar2 installs
     │   ├── UndescribedModelError [model_config]   a model without a readable config.json
     │   ├── ChatRequestError [endpoint.chat]       a chat request that cannot be served
+    │   ├── NotPossibleError [gpu_check.facts]     a check that this machine cannot make
     │   └── Refusal [codeenv.wire]                 a request that the code environment refuses
     ├── InfrastructureError                        retried, then dropped and counted; never reward 0
     │   ├── DeadlineError                          a wait timed out

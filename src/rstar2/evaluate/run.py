@@ -31,6 +31,24 @@ def groups_at_once(recipe: Recipe, samples: int) -> int:
     return max(16, -(-2 * engines * recipe.engine.max_sequences // samples))
 
 
+def in_order(receive: Callable[[Group], None]) -> OnGroup:
+    """Hand groups over in the order of problems; those that end early are held until then.
+
+    A recorded evaluation is read back in its order: the order of ending differs between runs.
+    """
+    held: dict[int, Group] = {}
+    position = 0
+
+    def on_group(index: int, group: Group) -> None:
+        nonlocal position
+        held[index] = group
+        while position in held:
+            receive(held.pop(position))
+            position += 1
+
+    return on_group
+
+
 async def answer_each(
     runner: Runner,
     problems: Sequence[Problem],

@@ -19,7 +19,7 @@ from rstar2.agent.loop import RolloutSpec
 from rstar2.agent.prompts import shown_conversation
 from rstar2.config import EvaluationConfig, SamplingConfig, SftConfig, StageConfig
 from rstar2.errors import InfrastructureError, RecipeError
-from rstar2.evaluate.run import GREEDY, evaluate, groups_at_once
+from rstar2.evaluate.run import GREEDY, evaluate, groups_at_once, in_order
 from rstar2.pipeline.progress import StageKind
 from rstar2.pipeline.state import RunState
 from rstar2.pipeline.training import SFT, Training
@@ -177,12 +177,16 @@ async def answer_heldout(
     done = 0
 
     async def one(mode: str, how: Mode) -> Evaluation:
-        def on_group(_: int, group: Group) -> None:
+        record = in_order(
+            lambda group: training.run.trajectories(evaluation_stage(stage, mode), step, group)
+        )
+
+        def on_group(index: int, group: Group) -> None:
             nonlocal done
             done += 1
             training.view.progress(done, len(problems) * len(modes), "problems")
             if recorded:
-                training.run.trajectories(evaluation_stage(stage, mode), step, group)
+                record(index, group)
 
         sampling, samples = how
         spec = RolloutSpec(sampling, config.max_length, config.max_turns)
