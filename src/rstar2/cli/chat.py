@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 from rich.console import Console
 
+from rstar2 import extras
 from rstar2.agent.episodes import (
     LoopEvent,
     Replied,
@@ -354,6 +355,7 @@ async def _embedded(
     system: str,
 ) -> EmbeddedSpeaker:
     """Start the engine, and meanwhile load the tokenizer and open the environment."""
+    extras.need("torch", "transformers", feature="rstar2 chat")  # the engine is another process
     options = replace(options, max_length=longest(directory, options.max_length))
     from rstar2.engine.embedded import EmbeddedEngine
 
