@@ -195,7 +195,6 @@ def test_wrong_overrides(override: str, expected: str) -> None:
         (["engine.kind=vllm", "engine.lora=adapter"], "engine.lora = adapter needs learner.lora"),
         (["engine.kind=openai"], "evaluation only"),
         (["engine.urls=[http://x]"], "not used by engine.kind = embedded"),
-        (["deterministic=true", "rl.staleness=1"], "must be 0"),
         (["deterministic=true", "engine.kind=vllm"], "is not possible"),
         (["codeenv.host=0.0.0.0"], "codeenv.token"),
         (["codeenv.default.wall_s=100"], "above codeenv.cap.wall_s"),

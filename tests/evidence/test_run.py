@@ -99,6 +99,28 @@ async def test_all_cells_of_a_seed_share_one_sft_run(places: Places) -> None:
     assert result.made["arithmetic"]["ATEN_CPU_CAPABILITY"] == "avx2"
 
 
+async def test_a_replication_has_seeds_of_its_own(places: Places) -> None:
+    (places.claims / "two.yaml").write_text(yaml.safe_dump(claim_file(first_seed=10)))
+    claim, trainer = read_claim(places.claims, "two"), Trainer()
+    await CellRunner(places, trainer, print).run_all(claim)
+    assert sorted(seed for kind, _, seed in trainer.done if kind == "sft") == [10, 11]
+    assert {cell.seed for cell in cells_of(claim)} == {10, 11, 12, 13}
+    with pytest.raises(UserError, match="seeds 10 to 13"):
+        parse_cell(claim, "roc/9")
+
+
+async def test_stale_cells_that_were_stopped_start_again(places: Places) -> None:
+    """Resumed, they would sample some steps with other weights."""
+    (places.claims / "two.yaml").write_text(
+        yaml.safe_dump(claim_file(set=["rl.staleness=1", "rl.loss.importance_cap=2.0"]))
+    )
+    claim, trainer = read_claim(places.claims, "two"), Trainer()
+    half = places.runs / "two" / "roc-0"
+    half.mkdir(parents=True)
+    result = await CellRunner(places, trainer, print).run(claim, Cell("two", "roc", 0), half)
+    assert result.numbers.columns["reward"] == [0.6, 0.7]
+
+
 async def test_only_missing_cells_run(places: Places) -> None:
     claim = read_claim(places.claims, "one")
     await CellRunner(places, Trainer(), print).run_all(claim)
@@ -167,9 +189,9 @@ def test_every_claim_of_the_repository_can_run(name: str) -> None:
     """Recipes load, and recorded cells have the settings and lengths of the claim."""
     claim = read_claim(REPOSITORY.claims, name)
     for cell in cells_of(claim):
-        if cell.seed == 0:
+        if cell.seed == claim.first_seed:
             owner = read_claim(REPOSITORY.claims, cell.claim)
-            assert cell_recipe(owner, cell).deterministic or not owner.exact
+            assert cell_recipe(owner, cell).deterministic
             assert sft_recipe(owner, cell) is not None
     recorded_cells = [recorded(REPOSITORY, claim, cell) for cell in cells_of(claim)]
     assert len(recorded_cells) == claim.seeds * len(claim.arms)

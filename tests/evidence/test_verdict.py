@@ -109,6 +109,15 @@ def test_a_control_that_shows_a_difference_keeps_a_claim_open() -> None:
     assert "null" in verdict.sentence
 
 
+@pytest.mark.parametrize(("effect", "word"), [(-0.05, "mixed"), (0.0, "open (planted effect")])
+def test_a_planted_effect_that_is_not_found_keeps_a_claim_open(effect: float, word: str) -> None:
+    claim = CLAIM.model_copy(update={"planted": CLAIM.primary[:1]})
+    made = cells(effect)
+    verdict = judge(claim, made)
+    assert verdict.word.startswith(word)
+    assert "## Planted effects" in claim_page(claim, made, verdict)
+
+
 def test_values_are_within_seeds_and_without_missing_steps() -> None:
     pair = {
         ("roc", 0): cell("roc", 0, [0.9, 0.1, None, 0.3], 80),

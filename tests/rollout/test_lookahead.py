@@ -56,7 +56,7 @@ class Runner:
 class Learner:
     """The version that serves, and a collector that stamps with it."""
 
-    def __init__(self, runner: Runner, rl: RlConfig = RL) -> None:
+    def __init__(self, runner: Runner, rl: RlConfig = RL, *, overlap: bool = True) -> None:
         self.version = 0
         problems = [Problem(str(i), f"q{i}", "1") for i in range(50)]
         self.collector = Collector(
@@ -70,7 +70,7 @@ class Learner:
             slot=GroupSlots(rl.prompts_per_step).acquire,
         )
         self.lookahead = LookaheadCollector(
-            self.collector, staleness=rl.staleness, last=STAGE.steps
+            self.collector, staleness=rl.staleness, last=STAGE.steps, overlap=overlap
         )
 
     async def steps(self, count: int) -> list[CollectedStep]:
@@ -97,6 +97,21 @@ async def test_no_group_is_older_than_allowed_and_the_last_step_ends_it(stalenes
         assert collected.stale == 0
         assert all(version - staleness <= d.version <= version for d in collected.drawn)
     assert {name.split("/")[1] for name in runner.started} == {"1", "2", "3", "4"}
+
+
+async def test_without_overlap_every_group_is_exactly_as_old_as_asked() -> None:
+    runner = Runner()
+    learner = Learner(runner, RL.model_copy(update={"staleness": 2}), overlap=False)
+    ages = []
+    for step in range(1, 5):
+        collected = await learner.lookahead.collect(step, 0, learner.version)
+        await settle()
+        begun = {int(name.split("/")[1]) for name in runner.started}
+        assert begun == set(range(1, min(step + 2, 4) + 1)), "nothing starts while a step is learnt"
+        ages.append({learner.version - d.version for d in collected.drawn})
+        learner.version += 1
+    await learner.lookahead.close()
+    assert ages == [{0}, {1}, {2}, {2}]
 
 
 async def test_a_step_draws_the_same_groups_whatever_was_collected_ahead() -> None:

@@ -116,7 +116,7 @@ def _judged(places: Places, name: str) -> tuple[Claim, Recorded, Verdict]:
     cells = {
         (arm, seed): result
         for arm in claim.arms
-        for seed in range(claim.seeds)
+        for seed in claim.all_seeds
         if (result := recorded(places, claim, cell_of(claim, arm, seed))) is not None
     }
     return claim, cells, judge(claim, cells)

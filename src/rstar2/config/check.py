@@ -127,11 +127,6 @@ def _batches(recipe: Recipe) -> Iterator[RecipeFault]:
             f"one rollout of {longest} tokens: raise it to at least that",
             ("learner.tokens_per_microbatch",),
         )
-    if recipe.deterministic and rl.staleness:
-        yield RecipeFault(
-            f"deterministic runs are on-policy: rl.staleness = {rl.staleness} must be 0",
-            ("deterministic", "rl.staleness"),
-        )
     if rl.staleness and rl.loss.importance_cap is None:
         yield RecipeFault(
             f"rl.staleness = {rl.staleness} uses rollouts of older weights and needs the "

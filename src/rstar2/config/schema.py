@@ -306,7 +306,8 @@ class RlConfig(Section):
     """Draw at most refill x prompts_per_step problems to fill a batch."""
     staleness: int = Field(0, ge=0)
     """Most weight updates between sampling a group and learning from it; 0 is on-policy, k lets
-    collection run up to k steps ahead of the learner."""
+    collection run up to k steps ahead of the learner. With `deterministic`, collection does not
+    overlap with learning, and a resumed run with k > 0 samples its next k steps again."""
     sampling: SamplingConfig = SamplingConfig()
     reward: RewardConfig = RewardConfig()
     roc: RocConfig = RocConfig()

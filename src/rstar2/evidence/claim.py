@@ -84,20 +84,31 @@ class Claim(Section):
     set: tuple[str, ...] = ()
     """Overrides of all arms."""
     seeds: int = Field(ge=2)
+    """The number of seeds."""
+    first_seed: int = Field(0, ge=0)
+    """A replication starts at a seed that the first experiment did not use."""
     sft_seeds: int = Field(ge=1)
-    """Seed s starts from the SFT checkpoint of seed s % sft_seeds."""
+    """The seeds share this many SFT checkpoints in turn."""
     arms: dict[str, ClaimArm]
     metrics: dict[str, ClaimMetric]
     primary: tuple[PrimaryContrast, ...]
     controls: tuple[Contrast, ...] = ()
     """Contrasts that must show nothing, such as two arms that differ in seeds alone."""
+    planted: tuple[PrimaryContrast, ...] = ()
+    """Contrasts that must show what they expect, such as an arm that does not learn."""
     alpha: float = Field(0.05, gt=0, lt=1)
     power: PowerPlan
     budget_core_minutes: float = Field(gt=0)
-    exact: bool = True
-    """Whether a cell can be repeated to the last digit; false for asynchronous runs."""
     limits: str = ""
     """What this experiment cannot show."""
+
+    @property
+    def all_seeds(self) -> range:
+        return range(self.first_seed, self.first_seed + self.seeds)
+
+    def sft_seed(self, seed: int) -> int:
+        """The seed of the SFT checkpoint that the cells of a seed start from."""
+        return self.first_seed + (seed - self.first_seed) % self.sft_seeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +154,7 @@ def read_claim(folder: Path, name: str) -> Claim:
 
 
 def _check(claim: Claim, path: Path) -> None:
-    for contrast in (*claim.primary, *claim.controls):
+    for contrast in (*claim.primary, *claim.controls, *claim.planted):
         if unknown := [arm for arm in contrast.arms if arm not in claim.arms]:
             raise UserError(f"{path}: {contrast.title}: no arm {unknown[0]!r}")
         if contrast.metric not in claim.metrics:
@@ -167,7 +178,7 @@ def claim_names(folder: Path) -> list[str]:
 
 def cells_of(claim: Claim) -> Iterator[Cell]:
     """All cells, seed by seed, so that an unfinished claim has whole pairs."""
-    for seed in range(claim.seeds):
+    for seed in claim.all_seeds:
         for name, arm in claim.arms.items():
             owner, _, source = (arm.same_as or f"{claim.name}/{name}").partition("/")
             yield Cell(owner, source, seed)
@@ -194,7 +205,7 @@ def sft_recipe(claim: Claim, cell: Cell) -> Recipe | None:
     return recipe.model_copy(
         update={
             "name": "evidence-sft",
-            "seed": cell.seed % claim.sft_seeds,
+            "seed": claim.sft_seed(cell.seed),
             "rl": RlConfig(),
             "evaluation": EvaluationConfig(**_sft_evaluation(recipe)),
         }

@@ -13,7 +13,10 @@ from rstar2.evidence.statistics import ContrastTest, power, t_test
 from rstar2.evidence.verdict import Finding, Recorded, Verdict, contrast_values
 from rstar2.report.svg import HEIGHT, WIDTH, Series, line_chart, number, percent
 
-COLOURS = ("#6b7280", "#2563eb", "#dc2626", "#d97706", "#7c3aed", "#059669", "#db2777", "#0891b2")
+COLOURS = (
+    *("#6b7280", "#2563eb", "#dc2626", "#d97706", "#7c3aed"),
+    *("#059669", "#db2777", "#0891b2", "#65a30d"),
+)
 STYLE = """
 text{font:11px system-ui,sans-serif;fill:#374151}.grid{stroke:#e5e7eb}.axis{stroke:#9ca3af}
 .line{fill:none;stroke-width:1.8}.faint{opacity:.25;stroke-width:1}
@@ -48,6 +51,8 @@ def claim_page(claim: Claim, cells: Recorded, verdict: Verdict) -> str:
     ]
     if claim.controls:
         parts += ["## Controls", _controls(claim, verdict)]
+    if claim.planted:
+        parts += ["## Planted effects", _expected(claim, verdict.planted)]
     parts += ["## Means", _means(claim, cells), "## Other metrics", _other(claim, cells)]
     if cells:
         parts += ["## Curves", f"![Curves of all arms]({claim.name}.svg)"]
@@ -130,19 +135,24 @@ def _arms(claim: Claim, cells: Recorded) -> str:
         lines.append(f"| `{name}` | {arm.title} | {settings} | {done} of {claim.seeds} |")
     common = ", ".join(f"`{text}`" for text in claim.set)
     return "\n".join(lines) + (
-        f"\n\nAll arms: recipe `{claim.recipe}`{', ' + common if common else ''}. Seed s starts "
-        f"from SFT checkpoint s % {claim.sft_seeds}. Arms of a seed share it and see the same "
-        "problems."
+        f"\n\nAll arms: recipe `{claim.recipe}`{', ' + common if common else ''}. The seeds "
+        f"take turns with {claim.sft_seeds} SFT checkpoints. Arms of a seed share one and see the "
+        "same problems."
     )
 
 
 def _primary(claim: Claim, verdict: Verdict) -> str:
+    note = "" if verdict.complete else "\n\nInterim figures: the rule applies to all cells only."
+    return _expected(claim, verdict.primary) + note
+
+
+def _expected(claim: Claim, findings: Sequence[Finding]) -> str:
     lines = [
         "| contrast, within seeds | metric | expected | mean | 95% interval | p (Holm) | seeds | "
         "verdict |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for finding in verdict.primary:
+    for finding in findings:
         contrast = finding.contrast
         assert isinstance(contrast, PrimaryContrast)
         metric = claim.metrics[contrast.metric]
@@ -150,8 +160,7 @@ def _primary(claim: Claim, verdict: Verdict) -> str:
             f"| {contrast.title}: {_weights(contrast)} | {metric.title} | {contrast.expect} than 0 "
             f"| {_test_cells(finding, metric)} | {finding.word or 'not yet'} |"
         )
-    note = "" if verdict.complete else "\n\nInterim figures: the rule applies to all cells only."
-    return "\n".join(lines) + note
+    return "\n".join(lines)
 
 
 def _controls(claim: Claim, verdict: Verdict) -> str:
@@ -238,8 +247,6 @@ def _cost(claim: Claim, cells: Recorded) -> str:
     machines = sorted({f"{r.made['cpu']}, torch {r.made['torch']}" for r in own})
     if machines:
         text += f" {'; '.join(machines)}; AVX2 kernels, one thread."
-    if not claim.exact:
-        text += " Cells are asynchronous and do not repeat to the last digit."
     return text
 
 

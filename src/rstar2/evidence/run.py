@@ -135,6 +135,8 @@ class CellRunner:
             started_from = fingerprint(before)
             weights = await self._weights(before, started_from)
             runnable = from_weights(recipe, weights)
+        if recipe.rl.staleness and not is_finished(path):  # resumed, it would have other numbers
+            shutil.rmtree(path, ignore_errors=True)
         spent = None if is_finished(path) else await self.execute(runnable, path)
         about = machine.describe()
         return CellResult(
@@ -202,11 +204,12 @@ async def repeat(runner: CellRunner, claim: Claim, cell: Cell) -> CellResult:
 def parse_cell(claim: Claim, text: str) -> Cell:
     """`ARM/SEED` of a claim."""
     arm, _, seed = text.partition("/")
-    if arm not in claim.arms or not seed.isdigit() or int(seed) >= claim.seeds:
+    seeds = claim.all_seeds
+    if arm not in claim.arms or not seed.isdigit() or int(seed) not in seeds:
         known: Sequence[str] = list(claim.arms)
         raise UserError(
-            f"--cell {text}: write it as ARM/SEED; arms are {', '.join(known)}, seeds 0 to "
-            f"{claim.seeds - 1}"
+            f"--cell {text}: write it as ARM/SEED; arms are {', '.join(known)}, seeds {seeds[0]} "
+            f"to {seeds[-1]}"
         )
     if claim.arms[arm].same_as is not None:
         raise UserError(f"--cell {text}: these are the cells of {claim.arms[arm].same_as}")

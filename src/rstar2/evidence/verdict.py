@@ -32,6 +32,7 @@ class Verdict:
     sentence: str
     primary: tuple[Finding, ...]
     controls: tuple[Finding, ...]
+    planted: tuple[Finding, ...]
     cells: int
     total: int
 
@@ -44,7 +45,7 @@ def contrast_values(claim: Claim, contrast: Contrast, cells: Recorded) -> list[f
     """One value per seed that has all arms of the contrast."""
     metric = claim.metrics[contrast.metric]
     values = []
-    for seed in range(claim.seeds):
+    for seed in claim.all_seeds:
         parts = [
             (weight, metric_of(metric, cells[arm, seed].numbers.columns))
             for arm, weight in contrast.arms.items()
@@ -61,18 +62,23 @@ def judge(claim: Claim, cells: Recorded) -> Verdict:
     done = len(cells)
     primary = _tests(claim, claim.primary, cells)
     controls = _tests(claim, claim.controls, cells)
+    planted = tuple(_decided(claim, f) for f in _tests(claim, claim.planted, cells))
+    checks = (controls, planted)
     if done < total:
         word = f"open ({done} of {total} cells)"
         sentence = f"Open: {done} of {total} cells are recorded, so the rule does not apply yet."
-        return Verdict(word, sentence, primary, controls, done, total)
+        return Verdict(word, sentence, primary, *checks, done, total)
     if failed := [c for c in controls if c.adjusted_p < claim.alpha]:
         names = "; ".join(c.contrast.title for c in failed)
         sentence = f"Open: a control that must show nothing shows a difference ({names})."
-        return Verdict("open (control failed)", sentence, primary, controls, done, total)
+        return Verdict("open (control failed)", sentence, primary, *checks, done, total)
+    if missed := [f.contrast.title for f in planted if f.word != "confirmed"]:
+        sentence = f"Open: an effect that must be there was not found ({'; '.join(missed)})."
+        return Verdict("open (planted effect not found)", sentence, primary, *checks, done, total)
     decided = tuple(_decided(claim, finding) for finding in primary)
     words = [finding.word for finding in decided if finding.word is not None]
     sentence = " ".join(_sentences(decided))
-    return Verdict(combine(words), sentence, decided, controls, done, total)
+    return Verdict(combine(words), sentence, decided, *checks, done, total)
 
 
 def _tests(claim: Claim, contrasts: Sequence[Contrast], cells: Recorded) -> tuple[Finding, ...]:

@@ -207,7 +207,7 @@ async def rl_step(
         collect_s=collected_at - started,
         learn_s=learned_at - collected_at,
         publish_s=monotonic() - learned_at,
-        overlapped=rl.staleness > 0,
+        overlapped=rl.staleness > 0 and not training.recipe.deterministic,
     )
     metrics = step_metrics(collected, resampled.selections, learned, times)
     metrics |= usage_metrics(uses) | engine_metrics(uses) | published
@@ -256,7 +256,12 @@ def make_collector(
         version=lambda: runtime.fleet.scheduler.version,
         slot=GroupSlots(rl.prompts_per_step).acquire,
     )
-    lookahead = LookaheadCollector(collector, staleness=rl.staleness, last=stage.steps)
+    lookahead = LookaheadCollector(
+        collector,
+        staleness=rl.staleness,
+        last=stage.steps,
+        overlap=not training.recipe.deterministic,
+    )
     return lookahead
 
 

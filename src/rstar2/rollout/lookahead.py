@@ -3,7 +3,9 @@
     collect(n):  starts n ... n + k, waits for n      then the caller learns n and publishes v + 1
                      └── n + 1 ... n + k continue under v, then under v + 1 (updated in flight)
 
-With staleness k = 0, step n alone is collected and nothing continues.
+With staleness k = 0, step n alone is collected and nothing continues. Without overlap, steps n ...
+n + k are collected one after the other before step n is returned: every group of step n is then
+exactly k updates old (fewer at the start), and the numbers do not depend on timing.
 
 Invariants
 - A group is stamped with the weights that serve when it is dispatched. Step n + k starts only
@@ -37,8 +39,12 @@ class StepCollector(Protocol):
 class LookaheadCollector:
     """Returns the steps of one stage in order and collects up to `staleness` steps beyond each."""
 
-    def __init__(self, collector: StepCollector, *, staleness: int, last: int) -> None:
+    def __init__(
+        self, collector: StepCollector, *, staleness: int, last: int, overlap: bool = True
+    ) -> None:
         self.collector, self.staleness, self.last = collector, staleness, last
+        self.overlap = overlap
+        """Whether later steps are collected while the learner works."""
         self.step = 0
         """The step that the learner waits for, or learns."""
         self._tasks: dict[int, asyncio.Task[CollectedStep]] = {}
@@ -49,6 +55,8 @@ class LookaheadCollector:
         for later in range(step, max(step, min(step + self.staleness, self.last)) + 1):
             if later not in self._tasks:
                 self._tasks[later] = asyncio.ensure_future(self.collector.collect(later, position))
+            if not self.overlap:
+                await asyncio.wait((self._tasks[later],))
         try:
             collected = await self._tasks[step]
         finally:
