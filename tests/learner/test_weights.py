@@ -19,7 +19,8 @@ from rstar2.engine.checksums import HeldWeights
 from rstar2.engine.embedded import EmbeddedEngine
 from rstar2.errors import DeadlineError, EngineError, WeightUpdateError
 from rstar2.learner.learner import Learner
-from rstar2.learner.weights import FIRST_TOLERANCE, probe_tolerance, publish
+from rstar2.learner.tolerance import FIRST_TOLERANCE, MeasuredTolerance, probe_tolerance
+from rstar2.learner.weights import publish
 from rstar2.types import Batch, EngineLoad, Sample, Sampling
 from tests.learner.learner_helpers import make_learner
 
@@ -213,12 +214,27 @@ class TestBfloat16:
         self, model_dir: Path, batch: Batch, coarse: EmbeddedEngine
     ) -> None:
         learner = make_learner(model_dir, OptimizerConfig(lr=1e-3))
-        gap: float | None = None
+        tolerance = MeasuredTolerance("bfloat16", "float32")
+        rng = random.Random(0)
+        texts = [[rng.randrange(3, 97) for _ in range(40)] for _ in range(16)]
+        measured: dict[str, float] = {}
         for version in range(1, PUBLISHES + 1):
             train(learner, batch)
-            allowed = probe_tolerance("bfloat16", measured=gap)
-            made = await publish(learner, [coarse], version, PROBE, tolerance=allowed)
-            gap = max(gap or 0.0, made.metrics["weights/probe_gap"])
+            made = await publish(learner, [coarse], version, PROBE, tolerance=tolerance.value)
+            measured |= await tolerance.observe(made, learner, texts, asyncio.to_thread)
+        assert 0 < measured["weights/rounding_gap"] < 0.3
+        assert 4 * measured["weights/rounding_gap"] <= tolerance.value < FIRST_TOLERANCE
+        tolerance.forget()
+        assert tolerance.value == FIRST_TOLERANCE
+
+
+async def test_float32_has_a_fixed_tolerance_and_measures_nothing(
+    model_dir: Path, embedded: EmbeddedEngine
+) -> None:
+    learner, tolerance = make_learner(model_dir), MeasuredTolerance("float32", "float32")
+    made = await publish(learner, [embedded], 1, PROBE, tolerance=tolerance.value)
+    assert await tolerance.observe(made, learner, [PROBE], asyncio.to_thread) == {}
+    assert tolerance.value == 1e-3
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -142,3 +142,27 @@ async def test_without_any_engine_it_waits_for_the_first_or_says_why_there_is_no
         with pytest.raises(EngineError, match=r"no engine can be started: .*no such machine"):
             await runtime.publish(3)
         assert ("away", "engine-0") in events
+
+
+@pytest.mark.parametrize(
+    ("engine", "learner"),
+    [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")],
+)
+async def test_engine_and_learner_may_have_different_number_formats(
+    tmp_path: Path, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, engine: str, learner: str
+) -> None:
+    """The embedded engine computes in `model.dtype`; the tolerance follows from both formats."""
+    monkeypatch.setattr(PythonMath, "needs_sandbox", False)
+    recipe = miniature(
+        tmp_path / "data",
+        model={"path": str(tiny_dir), "max_length": 128, "dtype": engine},
+        learner={"threads": 1, "dtype": learner},
+    )
+    async with open_runtime(recipe, tmp_path / "run", lambda *_, **__: None) as runtime:
+        first = await runtime.publish(1)
+        (served,) = runtime.fleet.engines.values()
+        assert (await served.held_weights()).dtype == engine
+        assert 0 < first["weights/rounding_gap"] < 0.3
+        second = await runtime.publish(2)
+        assert "weights/rounding_gap" not in second
+        assert second["weights/probe_gap"] <= runtime.tolerance.value < 1.0

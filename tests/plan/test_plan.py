@@ -220,11 +220,28 @@ def test_the_command_prints_a_plan_and_sets_its_exit_code() -> None:
 
 
 def test_invalid_options_get_one_message(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["-a", "speed=2"], ["-a", "call_s"], ["--cluster", "2xABC"]):
+    model = ["-s", "model.path=Qwen/Qwen3-1.7B"]
+    for words, part in (
+        (["-a", "speed=2"], "--assume speed"),
+        (["-a", "call_s"], "write NAME=NUMBER"),
+        (["-a", "prefill_mfu=0"], "more than 0, at most 1"),
+        (["-a", "tool_share=1.5"], "0 or more, at most 1"),
+        (["-a", "problems=nan"], "it must be a number"),
+        (["--cluster", "2xABC"], "unknown GPU"),
+        (model, "rl.stages.0.max_length = 176 leaves no room"),
+        ([*model, "-a", "prompt_tokens=320"], "rl.stages.0.max_length = 176 leaves no room"),
+    ):
         with pytest.raises(SystemExit) as end:
             main(["plan", "tiny", "--cluster", "1x4090", *words])
         assert end.value.code == 2
-        assert capsys.readouterr().err.startswith("error: ")
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert part in error
+    tiny = load_recipe("tiny", ["model.path=Qwen/Qwen3-1.7B", "rl.stages=[]"]).recipe
+    with pytest.raises(UserError, match=r"evaluation\.max_length = 320 leaves no room"):
+        make_plan(tiny, parse_cluster("1x4090"))
+    short = load_recipe("tiny", ["model.path=Qwen/Qwen3-1.7B"]).recipe
+    assert make_plan(short, parse_cluster("1xH200"), Assumptions(prompt_tokens=40)).total_s > 0
 
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "cluster.md"

@@ -41,9 +41,9 @@ def plan(
             "--assume", "-a", metavar="NAME=VALUE", help="Change an assumption. Can be repeated."
         ),
     ] = None,
-    cores: Annotated[int, typer.Option(help="CPU cores per node; 0 means 12 per GPU.")] = 0,
+    cores: Annotated[int, typer.Option(min=0, help="CPU cores per node; 0 means 12 per GPU.")] = 0,
     price: Annotated[
-        float | None, typer.Option(help="Price of one GPU in dollars per hour.")
+        float | None, typer.Option(min=0, help="Price of one GPU in dollars per hour.")
     ] = None,
     simulate: Annotated[
         bool,

@@ -82,6 +82,7 @@ def make_engine(name: str, recipe: Recipe, model: str) -> Any:
             max_sequences=recipe.engine.max_sequences,
             max_length=recipe.model.max_length,
             name=name,
+            dtype=recipe.model.dtype,
         )
     from dataclasses import replace
 

@@ -48,6 +48,7 @@ def make_engines(
             max_sequences=recipe.engine.max_sequences,
             max_length=recipe.model.max_length,
             name=f"embedded-{index}",
+            dtype=recipe.model.dtype,
         )
         for index in range(recipe.engine.count)
     ]

@@ -40,6 +40,7 @@ from rstar2.learner.model import PackedPolicy, ReadModel, adapt, load_policy, re
 from rstar2.learner.optim import Optimizers
 from rstar2.learner.pack import Pack, empty_pack, input_length, make_pack, make_row, plan
 from rstar2.learner.sft_loss import LossOf, SftRow, mean_logprob_loss
+from rstar2.learner.tolerance import probe_tolerance
 from rstar2.types import Batch, TokenValues
 
 MAX_SKIPPED = 5
@@ -427,7 +428,7 @@ class Learner:
         """Restore settings and step counts; allocate moments and, if there was one, reference."""
         base, mine = facts.get("base", []), self._base_logprobs
         gap = max((abs(a - b) for a, b in zip(base, mine, strict=True)), default=0.0)
-        if gap > weights.probe_tolerance(self.config.dtype):
+        if gap > probe_tolerance(self.config.dtype):
             raise CheckpointError(
                 f"the checkpoint has an adapter of another model than {self.model_dir}: the frozen "
                 f"weights' logprobs differ by {gap:.3g}"

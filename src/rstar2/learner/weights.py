@@ -34,6 +34,7 @@ from rstar2.engine.base import Engine, WeightUpdate
 from rstar2.engine.checksums import add, bit_sum, differing, fused_name
 from rstar2.errors import DeadlineError, EngineError, InfrastructureError, WeightUpdateError
 from rstar2.files import replacing_directory
+from rstar2.learner.tolerance import PROBE_TOLERANCE
 from rstar2.types import WeightVersion
 
 if TYPE_CHECKING:
@@ -43,15 +44,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-PROBE_TOLERANCE = 1e-3
-"""Largest difference of a probe token's logprob, float32 on both sides."""
-COARSE_TOLERANCE = 0.3
-"""The same with bfloat16 on either side, unless a larger one was measured."""
-FIRST_TOLERANCE = 1.0
-"""The same before anything was measured; the checksums already prove the weights."""
-GAP_FACTOR = 4.0
-"""With bfloat16 the difference may be this times the largest one that was measured."""
 
 STRAGGLER_FACTOR = 3.0
 """Once half of the engines are proven, the others have this times as long in total ..."""
@@ -65,18 +57,6 @@ SHARD_BYTES = 5 * 10**9
 
 FAST_DIRECTORY = Path("/dev/shm")
 """Where weight files go if they fit; else the usual temporary directory."""
-
-
-def probe_tolerance(*dtypes: str, measured: float | None = None) -> float:
-    """Largest allowed logprob difference between number formats.
-
-    `measured` is the largest difference of engines whose checksums were right, None at the start.
-    """
-    if all(dtype == "float32" for dtype in dtypes):
-        return PROBE_TOLERANCE
-    if measured is None:
-        return FIRST_TOLERANCE
-    return max(COARSE_TOLERANCE, GAP_FACTOR * measured)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ from rstar2.errors import (
     WeightUpdateError,
 )
 from rstar2.files import replacing_directory
+from rstar2.learner.tolerance import ROUNDING_TEXTS, MeasuredTolerance
 from rstar2.pipeline.export import trained_prompt
 from rstar2.plan.share import beside_learner
 from rstar2.rollout.fleet import Fleet
@@ -113,8 +114,7 @@ class Runtime:
         self._arrival = asyncio.Event()
         self._serving = asyncio.Event()
         """Set once weights of the current learner were published."""
-        self._gap: float | None = None
-        """Largest difference of a probe that was measured in this process."""
+        self.tolerance = MeasuredTolerance(recipe.model.dtype, recipe.learner.dtype)
         self._lost: set[str] = set()
         """Engines that died and do not serve yet."""
         self._rehearsed: set[str] = set()
@@ -313,10 +313,9 @@ class Runtime:
         Raises EngineError if no engine is left, and WeightUpdateError if one has wrong weights.
         """
         from rstar2.learner.lora import rehearse  # torch: loaded by now
-        from rstar2.learner.weights import probe_tolerance, publish
+        from rstar2.learner.weights import publish
 
-        recipe, metrics = self.recipe, dict[str, float]()
-        tolerance = probe_tolerance(recipe.model.dtype, recipe.learner.dtype, measured=self._gap)
+        recipe, metrics, tolerance = self.recipe, dict[str, float](), self.tolerance.value
         spread = None if self.cluster is None else self.cluster.weights
         new = [engine for engine in engines if engine.name not in self._rehearsed]
         if recipe.learner.lora is not None and new:
@@ -340,7 +339,8 @@ class Runtime:
             straggler_s=recipe.engine.hang_s,
             in_thread=self.on_learner,
         )
-        self._gap = max(self._gap or 0.0, made.metrics["weights/probe_gap"])
+        texts = [self._prompt_ids(problem) for problem in self.heldout[:ROUNDING_TEXTS]]
+        metrics |= await self.tolerance.observe(made, self.learner, texts, self.on_learner)
         for engine in engines:
             self._arrived.pop(engine.name, None)
             if engine in made.proven:
@@ -365,7 +365,10 @@ class Runtime:
 
     @property
     def _probe(self) -> tuple[int, ...]:
-        return self.template.prompt_ids([Message("user", self.heldout[0].prompt)])[:PROBE_TOKENS]
+        return self._prompt_ids(self.heldout[0])
+
+    def _prompt_ids(self, problem: Problem) -> tuple[int, ...]:
+        return self.template.prompt_ids([Message("user", problem.prompt)])[:PROBE_TOKENS]
 
     async def close(self) -> None:
         """End engines and code environment; idempotent."""

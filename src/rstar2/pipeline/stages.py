@@ -44,6 +44,7 @@ async def sft(training: Training, config: SftConfig, state: RunState) -> RunStat
     """Teach the format. Each batch is tokenised while the learner trains on the previous one."""
     learner, total = training.runtime.learner, sft_steps(config)
     state = state.begin(SFT)
+    training.runtime.tolerance.forget()
     await training.runtime.use_gpus_to_learn()
     if state.step == 0:
         await training.runtime.on_learner(learner.reset_optimizer, config.optimizer, total)

@@ -13,6 +13,16 @@ from dataclasses import dataclass, fields
 from rstar2.config import Recipe, StageConfig
 from rstar2.errors import UserError
 
+SHARES = frozenset(
+    (
+        *("first_length", "middle_length", "last_length", "eval_length"),
+        *("tool_share", "decode_bandwidth", "prefill_mfu", "kv_share"),
+    )
+)
+"""Assumptions that are at most 1."""
+DIVISORS = frozenset(("decode_bandwidth", "prefill_mfu", "kv_share", "calls_per_core_s"))
+"""Assumptions that must not be 0."""
+
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
@@ -66,11 +76,16 @@ class Assumptions:
 
     @staticmethod
     def with_changes(changes: dict[str, float]) -> Assumptions:
-        """The defaults with some replaced; UserError for an unknown name."""
+        """The defaults with some replaced; UserError for an unknown name or a bad number."""
         known = {f.name for f in fields(Assumptions)}
-        for name in changes:
+        for name, value in changes.items():
             if name not in known:
                 raise UserError(f"--assume {name}: choose one of {', '.join(sorted(known))}")
+            least = "more than 0" if name in DIVISORS else "0 or more"
+            most = ", at most 1" if name in SHARES else ""
+            low = value <= 0 if name in DIVISORS else value < 0
+            if not math.isfinite(value) or low or (name in SHARES and value > 1):
+                raise UserError(f"--assume {name}={value:g}: it must be a number, {least}{most}")
         integers = {f.name for f in fields(Assumptions) if f.type == "int"}
         values = {n: int(v) if n in integers else v for n, v in changes.items()}
         return Assumptions(**values)  # type: ignore[arg-type]
@@ -102,6 +117,7 @@ def stage_loads(recipe: Recipe, assume: Assumptions) -> tuple[StageLoad, ...]:
     groups = rl.prompts_per_step * min(1.0 + assume.extra_groups, float(rl.refill))
     loads = []
     for index, stage in enumerate(stages):
+        _need_room(f"rl.stages.{index}.max_length", stage.max_length, assume)
         loads.append(
             StageLoad(
                 name=stage.name,
@@ -119,6 +135,7 @@ def stage_loads(recipe: Recipe, assume: Assumptions) -> tuple[StageLoad, ...]:
 def evaluation_load(recipe: Recipe, assume: Assumptions) -> StageLoad:
     """One evaluation; `steps` counts those after SFT and every stage, and `evaluation.every`."""
     config = recipe.evaluation
+    _need_room("evaluation.max_length", config.max_length, assume)
     rl_steps = sum(stage.steps for stage in recipe.rl.stages)
     during = rl_steps // config.every + (recipe.sft is not None) if config.every else 0
     return StageLoad(
@@ -129,6 +146,16 @@ def evaluation_load(recipe: Recipe, assume: Assumptions) -> StageLoad:
         kept=0,
         mean_completion=assume.eval_length * config.max_length,
     )
+
+
+def _need_room(path: str, max_length: int, assume: Assumptions) -> None:
+    """UserError if the assumed prompt leaves no token for a completion."""
+    if max_length <= assume.prompt_tokens:
+        raise UserError(
+            f"{path} = {max_length} leaves no room for a completion: the plan assumes prompts of "
+            f"{assume.prompt_tokens} tokens. Set their real length, such as --assume "
+            f"prompt_tokens={max(1, max_length // 4)}, or raise {path}"
+        )
 
 
 def _mean(index: int, count: int, stage: StageConfig, assume: Assumptions) -> float:

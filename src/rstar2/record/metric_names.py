@@ -175,6 +175,12 @@ METRICS: dict[str, dict[str, MetricNote]] = {
             "LoRA: how far a planted adapter moves the learner's logprobs of the probe",
             "four times the tolerance or more",
         ),
+        "weights/rounding_gap": N(
+            "bfloat16: largest difference of logprobs of several prompts, engine against learner, "
+            "after the first update; a probe may differ by four times this",
+            "below 0.3",
+            "large: engine and learner compute differently, not only in other number formats",
+        ),
         "weights/probe_gap": N(
             "difference of the probe's logprobs, engine against learner, after the update",
             "below 1e-3 in float32",
