@@ -124,6 +124,9 @@ class ScriptedServer:
         match path.partition("?")[0]:
             case "/metrics":
                 return self.metrics()
+            case "/v1/models":
+                model = {"id": "scripted", "max_model_len": self.script.max_length}
+                return msgspec.json.encode({"data": [model]})
             case "/weight_info":
                 return msgspec.json.encode({"weight_version": self.version})
             case "/update_weight_version":

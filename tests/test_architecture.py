@@ -20,7 +20,8 @@ LAYERS = (
     {"config", "record", "track"},
     {
         *("agent", "codeenv", "endpoint", "engine", "entropy", "environments", "evaluate"),
-        *("grpo", "learner", "problems", "report", "reward", "rollout", "sandbox", "viewer"),
+        *("grpo", "learner", "problems", "report", "reward", "rollout", "router", "sandbox"),
+        "viewer",
     },
     {"pipeline", "cluster", "plan", "mcp", "gpu_check"},
     {"evidence"},

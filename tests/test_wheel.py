@@ -162,6 +162,7 @@ def test_resampling_on_correct_works(python: Path, tmp_path: Path) -> None:
         ("entropy", "run"),
         ("chat", "--model", "model", "hello"),
         ("simulate",),
+        ("route", "http://127.0.0.1:1"),
     ],
     ids=lambda command: command[0],
 )

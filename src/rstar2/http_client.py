@@ -96,6 +96,10 @@ class HttpResponse:
         """The whole body; the connection can be used again afterwards."""
         return await self._connection.whole(self.headers)
 
+    def parts(self) -> AsyncIterator[bytes]:
+        """The body as it arrives; one with a Content-Length comes whole."""
+        return self._connection.parts(self.headers)
+
     async def lines(self) -> AsyncIterator[bytes]:
         """Lines of the body as they arrive, without their newline."""
         rest = b""
@@ -194,9 +198,12 @@ class Connection(asyncio.Protocol):
         idle_s = asyncio.get_running_loop().time() - self.idle_since
         return self._ended or self.closed or idle_s > self.pool.idle_s
 
-    async def request(self, method: str, path: str, body: bytes = b"") -> HttpResponse:
-        """Send a request and read the head of its response."""
-        head = f"{method} {self.pool.prefix}{path}{self.pool.head}{len(body)}\r\n\r\n"
+    async def request(
+        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> HttpResponse:
+        """Send a request and read the head of its response; `headers` are sent in addition."""
+        more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+        head = f"{method} {self.pool.prefix}{path}{self.pool.head}{len(body)}\r\n{more}\r\n"
         self.reusable = False
         self.used += 1
         assert self._transport is not None

@@ -48,6 +48,11 @@ COMMANDS = {
         "simulate",
         "Compare scheduling policies on simulated engines.",
     ),
+    "route": (
+        "rstar2.cli.route",
+        "route",
+        "Route requests to a fleet of vLLM servers with our scheduler.",
+    ),
     "codeenv": ("rstar2.cli.codeenv", "app", "Serve, run and measure the code environment."),
     "env": ("rstar2.cli.env", "app", "List, check and try environments."),
     "plan": ("rstar2.cli.plan", "plan", "Estimate memory, time and cost of a recipe on a cluster."),

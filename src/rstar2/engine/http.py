@@ -74,8 +74,8 @@ class EngineHttp:
                 try:
                     response = await connection.request(method, path, body)
                 except EngineError:
-                    if connection.used == 1:
-                        raise
+                    if connection.used == 1 or connection.closed:
+                        raise  # a first request, or `close` has broken the connection
                     continue  # the server had closed an idle connection: ask on another one
                 return response.status, await response.body()
 

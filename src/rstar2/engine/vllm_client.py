@@ -70,6 +70,17 @@ class _Generated(msgspec.Struct):
     prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
 
 
+class ServedModel(msgspec.Struct):
+    """A model of `/v1/models`."""
+
+    id: str
+    max_model_len: int | None = None
+
+
+class _ServedModels(msgspec.Struct):
+    data: list[ServedModel]
+
+
 class _WeightInfo(msgspec.Struct):
     weight_version: str
 
@@ -244,6 +255,10 @@ class VllmClient:
     async def health(self, deadline_s: float) -> None:
         """Check that the server and its engine are alive."""
         await self._ask("GET", "/health", deadline_s)
+
+    async def models(self, deadline_s: float) -> list[ServedModel]:
+        """The models that the server answers for."""
+        return self._read(await self._ask("GET", "/v1/models", deadline_s), _ServedModels).data
 
     async def gauges(self, deadline_s: float) -> ServerGauges:
         data = await self._ask("GET", "/metrics", deadline_s)
