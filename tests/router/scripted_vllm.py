@@ -81,7 +81,8 @@ class ScriptedVllm:
         if self.silent:
             await asyncio.Event().wait()
         if method == "GET":
-            self._reply(writer, 200 if self.healthy else 503, self._control(path))
+            well = self.healthy or path != "/health"
+            self._reply(writer, 200 if well else 503, self._control(path))
             return
         self.turns.append(Seen(path, headers, body))
         self.running += 1

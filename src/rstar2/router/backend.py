@@ -38,7 +38,8 @@ class Backend:
         )
 
     async def capacity(self) -> EngineCapacity:
-        """The size of its KV cache and its longest sequence."""
+        """The size of its KV cache and its longest sequence, if it is well."""
+        await self.health()
         try:
             models = await self._client.models(CONTROL_S)
         except UserError as error:
