@@ -28,7 +28,7 @@ NEEDS = {
     "time/evaluate": "evaluation.every",
     "tool_errors/<outcome>": "a failed call",
     "weights/rehearsal_gap": "LoRA",
-    "weights/rounding_gap": "bfloat16",
+    "weights/tolerance": "bfloat16",
 }
 """Metrics that the miniature run need not record, and why."""
 

@@ -217,13 +217,14 @@ class TestBfloat16:
         tolerance = MeasuredTolerance("bfloat16", "float32")
         rng = random.Random(0)
         texts = [[rng.randrange(3, 97) for _ in range(40)] for _ in range(16)]
-        measured: dict[str, float] = {}
+        allowed = []
         for version in range(1, PUBLISHES + 1):
             train(learner, batch)
             made = await publish(learner, [coarse], version, PROBE, tolerance=tolerance.value)
-            measured |= await tolerance.observe(made, learner, texts, asyncio.to_thread)
-        assert 0 < measured["weights/rounding_gap"] < 0.3
-        assert 4 * measured["weights/rounding_gap"] <= tolerance.value < FIRST_TOLERANCE
+            metrics = await tolerance.observe(made, learner, texts, asyncio.to_thread)
+            allowed.append(metrics["weights/tolerance"])
+        assert allowed[0] == FIRST_TOLERANCE
+        assert 1e-3 < allowed[1] <= allowed[-1] <= tolerance.value < FIRST_TOLERANCE
         tolerance.forget()
         assert tolerance.value == FIRST_TOLERANCE
 

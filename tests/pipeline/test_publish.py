@@ -162,7 +162,6 @@ async def test_engine_and_learner_may_have_different_number_formats(
         first = await runtime.publish(1)
         (served,) = runtime.fleet.engines.values()
         assert (await served.held_weights()).dtype == engine
-        assert 0 < first["weights/rounding_gap"] < 0.3
         second = await runtime.publish(2)
-        assert "weights/rounding_gap" not in second
-        assert second["weights/probe_gap"] <= runtime.tolerance.value < 1.0
+        assert first["weights/tolerance"] == 1.0, "before anything was measured"
+        assert second["weights/probe_gap"] < second["weights/tolerance"] < 1.0

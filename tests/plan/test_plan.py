@@ -14,10 +14,12 @@ from typer.testing import CliRunner
 from rstar2.cli import app, main
 from rstar2.config import Recipe, load_recipe
 from rstar2.errors import UserError
+from rstar2.model_config import ModelShape
 from rstar2.plan import GPUS, Assumptions, find_shape, make_plan, parse_cluster
 from rstar2.plan.estimate import Roofline, layout_of
 from rstar2.plan.memory import learner_memory
 from rstar2.plan.propose import propose
+from rstar2.plan.transfer import weight_seconds
 from rstar2.plan.workload import draw_lengths, stage_loads
 
 
@@ -161,6 +163,101 @@ def test_disk_of_checkpoints(paper: Recipe) -> None:
     assert 0.1 < lora.checkpoint_gb < 1
 
 
+def test_disk_of_rollouts_by_hand(paper: Recipe) -> None:
+    """The paper's recipe keeps half of the rollouts: 8,192 a step."""
+    plan = make_plan(paper, parse_cluster("64xMI300X"), Assumptions(tool_share=0.0))
+    first = plan.stages[0]
+    assert paper.record.trajectories == "kept"
+    assert first.record_gb == pytest.approx(8192 * first.load.mean_completion * (75 + 20) / 1e9)
+    whole = load_recipe("rstar2-agent-14b", ["record.trajectories=all"]).recipe
+    assert make_plan(whole, plan.cluster).rollouts_gb > 2 * plan.rollouts_gb
+    nothing = load_recipe("rstar2-agent-14b", ["record.trajectories=none"]).recipe
+    assert make_plan(nothing, plan.cluster).rollouts_gb == 0
+
+
+@pytest.mark.parametrize(
+    ("cluster", "sets", "parts"),
+    [
+        ("1xH100", [], {"write": 60.0, "load": 15.0, "fixed": 5.0}),
+        ("16xH100", [], {"write": 60.0, "copies to nodes": 30.0, "load": 15.0, "fixed": 5.0}),
+        ("16xH100", ["engine.weight_transfer=nccl"], {"GPU to GPU": 0.6, "fixed": 5.0}),
+        ("8xH100", ["engine.weight_transfer=nccl"], {"GPU to GPU": 30 / 450, "fixed": 5.0}),
+        ("1xH100", ["learner.dtype=float32"], {"write": 120.0, "load": 30.0, "fixed": 5.0}),
+    ],
+)
+def test_seconds_of_a_weight_update_by_hand(
+    cluster: str, sets: list[str], parts: dict[str, float]
+) -> None:
+    """15B parameters in bfloat16 are 30 GB: written at 0.5 GB/s, copied at 1, loaded at 2."""
+    shape = ModelShape(5000, 0, 1, 1, 1, 1, 3_000_000, tied=True)
+    assert shape.parameters == pytest.approx(15e9, rel=1e-6)
+    recipe = load_recipe("rstar2-agent-14b", sets).recipe
+    seconds = weight_seconds(recipe, shape, parse_cluster(cluster), Assumptions())
+    assert seconds == pytest.approx(parts, rel=1e-5)
+
+
+def test_an_adapter_is_a_small_update() -> None:
+    sets = ["engine.lora=adapter"]
+    recipe = load_recipe("qwen3-1.7b-lora-24gb", sets).recipe
+    plan = make_plan(recipe, parse_cluster("1x4090"))
+    merged = make_plan(load_recipe("qwen3-1.7b-lora-24gb").recipe, plan.cluster)
+    assert plan.weights_s["write"] < merged.weights_s["write"] / 10
+
+
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "parallel", "length", "published_s"),
+    [("llama", 16, 1, 1060, 97.7), ("Qwen/Qwen3-32B", 32, 4, 3206, 393.0)],
+)
+def test_step_times_are_near_published_ones(
+    model: str, gpus: int, parallel: int, length: int, published_s: float, tmp_path: Path
+) -> None:
+    """NeMo RL 0.4, on-policy GRPO on H100 (its docs/about/performance-summary.md).
+
+    2,048 rollouts a step in four mini-batches, at most 4,096 tokens, mean length as given.
+    The mean prompt is not published; 200 tokens are assumed.
+    """
+    if model == "llama":
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+        model = str(tmp_path)
+    prompt = 200
+    sets = [
+        f"model.path={model}",
+        "rl.prompts_per_step=64",
+        "rl.roc={variant: none, drawn: 32, kept: 32}",
+        "rl.minibatches=4",
+        "rl.stages=[{name: only, steps: 100, max_length: 4096, max_turns: 1}]",
+        f"engine.count={gpus // parallel}",
+        f"cluster.gpus_per_engine={parallel}",
+        f"learner.ranks={gpus}",
+        "learner.tokens_per_microbatch=8192",
+        "engine.sleep=true",
+        "engine.weight_transfer=nccl",
+    ]
+    assume = Assumptions(
+        first_length=(length - prompt) / 4096,
+        prompt_tokens=prompt,
+        tool_share=0.0,
+        calls_per_rollout=0.0,
+        extra_groups=0.0,
+    )
+    plan = make_plan(
+        load_recipe("rstar2-agent-14b", sets).recipe, parse_cluster(f"{gpus}xH100"), assume
+    )
+    assert not plan.problems
+    assert plan.stages[0].step_s == pytest.approx(published_s, rel=0.2)
+
+
 @pytest.mark.parametrize(
     ("recipe", "cluster"),
     [
@@ -279,7 +376,6 @@ def test_memory_of_the_learner_is_within_a_tenth_of_fake_devices(ranks: int) -> 
 @pytest.mark.slow
 def test_the_command_shows_measured_memory_beside_the_formula(tmp_path: Path) -> None:
     from rstar2.learner.measure import run_step, write_config
-    from rstar2.model_config import ModelShape
 
     shape = ModelShape(64, 1, 4, 2, 16, 128, 50_000)
     write_config(shape, tmp_path)

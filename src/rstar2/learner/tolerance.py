@@ -63,13 +63,14 @@ class MeasuredTolerance:
         texts: Sequence[Sequence[int]],
         in_thread: InThread,
     ) -> dict[str, float]:
-        """Take note of a publication; the first one is measured on all texts. Returns metrics."""
-        metrics: dict[str, float] = {}
-        if self._gap is None and any(dtype != "float32" for dtype in self._dtypes):
-            metrics["weights/rounding_gap"] = await _largest_gap(learner, made, texts, in_thread)
-        seen = (made.metrics["weights/probe_gap"], *metrics.values())
-        self._gap = max(self._gap or 0.0, *seen)
-        return metrics
+        """Measure a publication, the first one on all texts; returns metrics of it."""
+        if all(dtype == "float32" for dtype in self._dtypes):
+            return {}
+        applied, gap = self.value, made.metrics["weights/probe_gap"]
+        if self._gap is None:
+            gap = max(gap, await _largest_gap(learner, made, texts, in_thread))
+        self._gap = max(self._gap or 0.0, gap)
+        return {"weights/tolerance": applied}
 
 
 async def _largest_gap(

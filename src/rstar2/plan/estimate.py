@@ -3,7 +3,7 @@
     decoding   step_overhead + max(bytes / bandwidth, compute)      bytes: weights + KV read
     prefill    2 P FLOPs per token                                  P: parameters
     learning   6 P FLOPs per token (8 P with recomputation), or FSDP communication if that is slower
-    weights    one copy over the slowest link, and a fixed time
+    weights    by the path that the recipe sets (`transfer.py`), and a fixed time
 
 Generation time is computed for one engine with lengths drawn from the assumed distribution. The
 engine runs as many rollouts as its KV cache holds and starts the next when one ends, so the tail at
@@ -22,6 +22,7 @@ from rstar2.model_config import ModelShape, find_shape
 from rstar2.plan.hardware import Cluster
 from rstar2.plan.lora import ASLEEP_GB, checkpoint_bytes, resident_bytes
 from rstar2.plan.memory import GB, learner_memory
+from rstar2.plan.transfer import nccl_seconds, record_gb, weight_seconds
 from rstar2.plan.workload import (
     Assumptions,
     StageLoad,
@@ -90,6 +91,8 @@ class StagePlan:
     """Generated tokens per second of one engine."""
     calls_per_s: float
     cores_needed: float
+    record_gb: float
+    """What a step writes to the run directory, without checkpoints."""
 
     @property
     def step_s(self) -> float:
@@ -114,6 +117,10 @@ class Plan:
     checkpoints: int
     """Checkpoints on disk at most: those that are kept, and the one that is written."""
     stages: tuple[StagePlan, ...]
+    weights_s: dict[str, float]
+    """Seconds of a weight update by part."""
+    nccl_s: float
+    """Seconds of its copy if it went from GPU to GPU."""
     sft_s: float
     filter_s: float
     evaluation_s: float
@@ -126,6 +133,11 @@ class Plan:
         own = 2 * self.shape.parameters / self.layout.tensor_parallel / GB
         own += 2 * self.shape.kv_numbers * self.kv_tokens / self.layout.tensor_parallel / GB
         return own / self.cluster.gpu.memory_gb
+
+    @property
+    def rollouts_gb(self) -> float:
+        """What all RL steps write to the run directory, without checkpoints."""
+        return sum(stage.record_gb * stage.load.steps for stage in self.stages)
 
     @property
     def rl_s(self) -> float:
@@ -176,6 +188,8 @@ def make_plan(
         checkpoint_gb=checkpoint_bytes(shape, recipe.learner) / GB,
         checkpoints=recipe.record.keep_checkpoints + 1,
         stages=stages,
+        weights_s=roofline.weights_s(),
+        nccl_s=nccl_seconds(recipe, shape, cluster),
         sft_s=roofline.sft(),
         filter_s=filters,
         evaluation_s=evaluation.steps * roofline.generation(evaluation, evaluation.drawn)[0],
@@ -315,13 +329,17 @@ class Roofline:
             generate_s=generate_s,
             tools_s=chain + max(0.0, calls / capacity - generate_s),
             learn_s=self.learning(load),
-            sync_s=self.assume.sync_fixed_s
-            + 2 * self.shape.parameters / GB / self.cluster.slowest_link_gb,
+            sync_s=sum(self.weights_s().values()),
+            record_gb=record_gb(self.recipe, load, self.assume),
             rollouts_held=held,
             tokens_per_s=rate,
             calls_per_s=calls / generate_s,
             cores_needed=calls / generate_s / self.assume.calls_per_core_s,
         )
+
+    def weights_s(self) -> dict[str, float]:
+        """Seconds of a weight update by part."""
+        return weight_seconds(self.recipe, self.shape, self.cluster, self.assume)
 
     def held(self, load: StageLoad) -> int:
         """Concurrent rollouts per engine, limited by its KV cache and `max_sequences`."""

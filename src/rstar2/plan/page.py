@@ -72,6 +72,8 @@ def _memory(plan: Plan, measured_gb: float | None) -> Iterator[str]:
         f"  disk: up to {plan.checkpoints} checkpoints of {plan.checkpoint_gb:,.1f} GB "
         "(record.keep_checkpoints)"
     )
+    if plan.rollouts_gb >= 0.05:
+        yield f"    and rollouts of {plan.rollouts_gb:,.1f} GB in total (record.trajectories)"
     yield ""
 
 
@@ -86,6 +88,10 @@ def _steps(plan: Plan) -> Iterator[str]:
             f"  {stage.load.name:<16} {stage.load.steps:5d} {stage.generate_s:9.0f} "
             f"{stage.tools_s:7.1f} {stage.learn_s:7.0f} {stage.sync_s:7.1f} {stage.step_s:8.0f}"
         )
+    parts = ", ".join(f"{what} {seconds:.1f}" for what, seconds in plan.weights_s.items())
+    if "write" in plan.weights_s:
+        parts += f" (engine.weight_transfer = nccl: {plan.nccl_s:.1f} and fixed)"
+    yield from _wrapped(f"sync, a weight update: {parts}", "  ")
     yield ""
     yield "rollouts         per step  length  held/engine  tok/s/engine  calls/s  cores"
     for stage in plan.stages:

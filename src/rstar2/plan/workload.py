@@ -20,7 +20,12 @@ SHARES = frozenset(
     )
 )
 """Assumptions that are at most 1."""
-DIVISORS = frozenset(("decode_bandwidth", "prefill_mfu", "kv_share", "calls_per_core_s"))
+DIVISORS = frozenset(
+    (
+        *("decode_bandwidth", "prefill_mfu", "kv_share", "calls_per_core_s"),
+        *("weights_write_gb", "weights_copy_gb", "weights_load_gb"),
+    )
+)
 """Assumptions that must not be 0."""
 
 
@@ -60,6 +65,16 @@ class Assumptions:
     """Mean KV of an admitted rollout, as a multiple of its mean completion length."""
     sync_fixed_s: float = 5.0
     """Fixed time per weight update: pause, probe, resume."""
+    weights_write_gb: float = 0.5
+    """GB/s at which rank 0 gathers weights and writes them to files in memory."""
+    weights_copy_gb: float = 1.0
+    """GB/s at which all other nodes receive a copy of these files."""
+    weights_load_gb: float = 2.0
+    """GB/s at which an engine loads them."""
+    rollout_bytes: float = 75.0
+    """Bytes per completion token of a recorded rollout (72 to 76 in a run of the tiny recipe)."""
+    logprob_bytes: float = 20.0
+    """Bytes per trained token of `record.tokens` (20 in the same run)."""
     learn_fixed_s: float = 5.0
     """Fixed time per learner step: packing, the optimizer, checkpoints on average."""
 

@@ -175,11 +175,11 @@ METRICS: dict[str, dict[str, MetricNote]] = {
             "LoRA: how far a planted adapter moves the learner's logprobs of the probe",
             "four times the tolerance or more",
         ),
-        "weights/rounding_gap": N(
-            "bfloat16: largest difference of logprobs of several prompts, engine against learner, "
-            "after the first update; a probe may differ by four times this",
-            "below 0.3",
-            "large: engine and learner compute differently, not only in other number formats",
+        "weights/tolerance": N(
+            "bfloat16: largest difference that the probe may have, four times the largest that was "
+            "measured before",
+            "below 1",
+            "far above 1: engine and learner differ by more than their number formats",
         ),
         "weights/probe_gap": N(
             "difference of the probe's logprobs, engine against learner, after the update",
