@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "rstar2"
@@ -57,9 +58,20 @@ def part(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def syntax(path: Path) -> ast.Module:
+    """The parsed file; several tests look at every file."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def imports(path: Path) -> tuple[str, ...]:
     """Modules of rstar2 that a file imports, at the top or within functions."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    return tuple(_imports(syntax(path)))
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith("rstar2."))
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -158,7 +170,7 @@ def test_files_and_functions_stay_readable() -> None:
     wrong = []
     for module, path in modules().items():
         text = path.read_text(encoding="utf-8")
-        tree = ast.parse(text)
+        tree = syntax(path)
         if text.count("\n") > LONGER.get(module, LONGEST_FILE):
             wrong.append(f"{module} has {text.count(chr(10))} lines")
         if not ast.get_docstring(tree):
@@ -171,7 +183,7 @@ def test_one_name_one_class() -> None:
     """No two classes share a name; a leading underscore does not count as a difference."""
     places: dict[str, list[str]] = {}
     for module, path in modules().items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(syntax(path)):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name.lstrip("_"), []).append(module)
     shared = {name: where for name, where in places.items() if len(where) > 1}

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -193,8 +194,13 @@ def cell_of(claim: Claim, arm: str, seed: int) -> Cell:
 def cell_recipe(claim: Claim, cell: Cell) -> Recipe:
     """The recipe of a cell of this claim, before its SFT weights are known."""
     arm = claim.arms[cell.arm]
-    overrides = (*claim.set, *arm.set)
-    return load_recipe(claim.recipe, overrides, seed=cell.seed + arm.seed_offset).recipe
+    recipe = _arm_recipe(claim.recipe, (*claim.set, *arm.set))
+    return recipe.model_copy(update={"seed": cell.seed + arm.seed_offset})
+
+
+@cache
+def _arm_recipe(recipe: str, overrides: tuple[str, ...]) -> Recipe:
+    return load_recipe(recipe, overrides).recipe
 
 
 def sft_recipe(claim: Claim, cell: Cell) -> Recipe | None:
