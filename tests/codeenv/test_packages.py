@@ -14,6 +14,7 @@ from rstar2.codeenv.jail import cgroups, warmup
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.codeenv.server import packages, probe
 from rstar2.codeenv.server.executor import WorkerExecutor
+from rstar2.codeenv.server.workers import lightest_flavour
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import UserError
 from rstar2.types import Limits, Outcome
@@ -105,8 +106,8 @@ async def test_nothing_is_left_when_the_caller_leaves(tmp_path: Path) -> None:
 
 
 def test_programs_that_mention_a_package_run_where_it_is_warm() -> None:
-    assert warmup.flavour_for(b"import networkx", ("networkx",)) == "packages"
-    assert warmup.flavour_for(b"import networkx") == "plain"
+    assert lightest_flavour(b"import networkx", ("networkx",)) == "packages"
+    assert lightest_flavour(b"import networkx") == "plain"
     assert warmup.warmer("base", "networkx", ("networkx",)) == "packages"
     assert warmup.warmer("packages", "scipy", ("networkx",)) is None
 

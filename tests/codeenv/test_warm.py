@@ -19,6 +19,7 @@ from rstar2.codeenv.protocol import RunRequest
 from rstar2.codeenv.server import probe
 from rstar2.codeenv.server.executor import WorkerExecutor
 from rstar2.codeenv.server.packages import InterpreterSetup
+from rstar2.codeenv.server.workers import lightest_flavour
 from rstar2.codeenv.server.zygotes import ZygotePool
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError
@@ -54,7 +55,7 @@ def encoded(code: str) -> str:
     ],
 )
 def test_flavour_is_chosen_by_the_modules_that_a_program_mentions(code: str, flavour: str) -> None:
-    assert warmup.flavour_for(code.encode()) == flavour
+    assert lightest_flavour(code.encode()) == flavour
 
 
 def test_program_is_handed_to_warmer_flavours_only() -> None:
@@ -208,7 +209,7 @@ async def test_flavour_that_cannot_start_is_tried_again(monkeypatch: pytest.Monk
     try:
         with pytest.raises(CodeEnvError, match="plain zygote ended during its warm-up"):
             await pool.get("plain")
-        while not pool.warm("plain"):
+        while "plain" not in pool.live:
             await asyncio.gather(pool.get("plain"), return_exceptions=True)
         assert pool.restarts == 2
     finally:

@@ -105,8 +105,8 @@ def _figures(verdicts: Mapping[str, tuple[Claim, Verdict, float]]) -> list[str]:
     return [
         *lines,
         "",
-        "Entropy by class of token comes from recorded rollouts, which cells do not keep: "
-        "[measured on other runs](../experiments/roc-grpo-entropy.md).",
+        "[Entropy by class of token](entropy.md) is measured with the weights of the cells, "
+        "because cells keep no rollouts.",
     ]
 
 

@@ -11,18 +11,15 @@ measures these programs. Zygotes come in flavours, because every mapping makes e
     packages scipy + packages that the server's owner chose; only if there are any
     verify   base + the trusted functions of verify.FUNCTIONS; it runs no programs
 
-A program starts in the lightest flavour that has the modules it mentions, also in base64 text that
-it decodes, as the release's client sends its programs. A program that imports more than that is
-handed to a warmer flavour (see `handover`).
+A program starts in the lightest flavour that has the modules it mentions (`server/workers.py`). One
+that imports more than that is handed to a warmer flavour (see `handover`).
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import importlib
 import io
-import re
 from collections.abc import Sequence
 
 from rstar2.codeenv.jail import frames, runner, warm_programs
@@ -76,27 +73,9 @@ _PROGRAMS = {
 }
 
 
-_64 = rb"[A-Za-z0-9+/]"
-_ENCODED = re.compile(rb"[\"']((?:%b{4}){4,}(?:%b{2}==|%b{3}=)?)[\"']" % (_64, _64, _64))
-"""Base64 of at least 12 bytes as a literal."""
-
-
 def flavours(packages: Sequence[str]) -> tuple[str, ...]:
     """The flavours of a server with these packages."""
     return (*FLAVOURS, PACKAGES) if packages else FLAVOURS
-
-
-def flavour_for(code: bytes, packages: Sequence[str] = ()) -> str:
-    """The lightest flavour with the modules a program mentions; all of them can execute it."""
-    if b"b64decode" in code:
-        code = b"\n".join([code, *map(base64.b64decode, _ENCODED.findall(code))])
-    if any(name.encode() in code for name in packages):
-        return PACKAGES
-    if b"scipy" in code or (b"random" in code and (b"numpy" in code or b"np." in code)):
-        return "scipy"
-    if b"sympy" in code or b"mpmath" in code:
-        return "base"
-    return "numpy" if b"numpy" in code else "plain"
 
 
 def warmer(flavour: str, module: str, packages: Sequence[str] = ()) -> str | None:
@@ -144,13 +123,12 @@ def split(text: str) -> list[str]:
     return [program.strip("\n") for program in text.split("\n\n") if program.strip("\n")]
 
 
-def run_programs(flavour: str, packages: Sequence[str] = (), own: Sequence[str] = ()) -> list[str]:
+def run_programs(flavour: str, own: Sequence[str] = ()) -> list[str]:
     """Run the representative programs in this process; returns the errors of those that failed.
 
-    `own` are programs of the server's owner: those that would run in this flavour.
+    `own` are programs of the server's owner.
     """
-    chosen = [program for program in own if flavour_for(program.encode(), packages) == flavour]
-    failed = [error for program in (*programs(flavour), *chosen) if (error := _run(program))]
+    failed = [error for program in (*programs(flavour), *own) if (error := _run(program))]
     for program in split(warm_programs.FAILING):
         _run(program)
     runner.reseed()

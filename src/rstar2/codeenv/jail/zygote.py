@@ -103,7 +103,7 @@ class Zygote:
         """Import, run representative programs, collapse and freeze the heap, then report."""
         warm = heap.WarmHeap()
         missing = warmup.import_modules(self.flavour, self.packages)
-        failed = warmup.run_programs(self.flavour, self.packages, self.programs)
+        failed = warmup.run_programs(self.flavour, self.programs)
         if self.flavour == "verify":
             missing |= verify.preload(self.functions)
         if self.flavour != "verify":

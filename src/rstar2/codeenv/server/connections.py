@@ -54,44 +54,41 @@ def connection_bound(wanted: int) -> int:
 
 
 class HttpConnection(H11Protocol):
-    """uvicorn's connection, which also records since when it waits for its caller."""
+    """uvicorn's connection, which can say how long it has waited for its caller.
+
+    It is looked at about once a second, so that requests cost nothing for it.
+    """
 
     waits_since_s = math.inf
-    in_head = True
-    """The caller has connected or sent the first byte of a request, but not yet the whole head."""
-    _closing = False
+    """When it was first seen in the state it is in."""
+    _seen: tuple[object, ...] = ()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait(in_head=True)
-
-    def data_received(self, data: bytes) -> None:
-        first = not self.in_head and not self.busy
-        super().data_received(data)
-        if first:
-            self._wait(in_head=True)
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._wait(in_head=bool(self.conn.trailing_data[0]))
-
-    def _wait(self, *, in_head: bool) -> None:
-        self.waits_since_s = self.loop.time()
-        self.in_head = in_head
+        self.look(self.loop.time())
 
     @property
     def busy(self) -> bool:
         """True while a request is being read or answered."""
         return self.cycle is not None and not self.cycle.response_complete
 
+    @property
+    def in_head(self) -> bool:
+        """True if the caller has connected or begun a request, but not sent its whole head."""
+        return self.cycle is None or bool(self.conn.trailing_data[0])
+
+    def look(self, now_s: float) -> None:
+        """Note the time if the state is another one than at the last look."""
+        closing = self.transport.is_closing()
+        state = (closing,) if closing else (self.cycle, self.busy, self.busy or self.in_head)
+        if state != self._seen:
+            self._seen, self.waits_since_s = state, now_s
+
     def overdue(self, now_s: float, header_read_s: float) -> bool:
         """True if the caller has been silent, or has not read its last answer, for too long."""
+        self.look(now_s)
         waited_s = now_s - self.waits_since_s
         if self.transport.is_closing():
-            if not self._closing:
-                self._closing = True
-                self._wait(in_head=False)
-                return False
             return waited_s > deadlines.CLOSE_S
         if self.busy:
             return False
@@ -171,6 +168,8 @@ class HttpServer(uvicorn.Server):
         idle = [c for c in self._open() if not c.busy and not c.transport.is_closing()]
         if not idle:
             return False
+        for connection in idle:
+            connection.look(asyncio.get_running_loop().time())
         min(idle, key=lambda connection: connection.waits_since_s).transport.abort()
         return True
 

@@ -17,11 +17,13 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import itertools
 import json
 import logging
 import os
+import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -38,14 +40,13 @@ from rstar2.codeenv.protocol import (
     VerifyResult,
 )
 from rstar2.codeenv.server import packages, selfcheck
-from rstar2.codeenv.server.results import build_result, verify_result
 from rstar2.codeenv.server.sessions import Sessions, memory_kill
 from rstar2.codeenv.server.workers import WorkerPool
 from rstar2.codeenv.server.zygotes import WorkerLostError
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError, DeadlineError, IsolationError, UserError
 from rstar2.machine import usable_cores
-from rstar2.types import Limits, Outcome, ToolResult
+from rstar2.types import Limits, Outcome, ToolResult, Truncation
 
 _log = logging.getLogger(__name__)
 
@@ -114,9 +115,9 @@ class WorkerExecutor:
             isolation, self.slots, self.functions, self.config.warm_up, self.setup
         )
         config = self.config
-        standard = effective_limits(Limits(), config.default, config.cap)
+        self._standard = effective_limits(Limits(), config.default, config.cap)
         session_limits = replace(
-            standard,
+            self._standard,
             memory_mb=config.session_memory_mb,
             scratch_mb=config.session_scratch_mb,
             cpu_s=config.cap.cpu_s,
@@ -134,17 +135,13 @@ class WorkerExecutor:
         await self.workers.close()
         await asyncio.to_thread(packages.discard, self.setup)
 
-    @property
-    def _flavours(self) -> tuple[str, ...]:
-        return warmup.flavours(self.setup.packages)
-
     def stats(self) -> ExecutorStats:
         """Isolation level, sessions, restarts and warm flavours."""
         return ExecutorStats(
             isolation=self.isolation,
             sessions=len(self._sessions),
             restarts=self._lost + self.workers.restarts,
-            warm=tuple(name for name in self._flavours if self.workers.warm(name)),
+            warm=tuple(filter(self.workers.warm, warmup.flavours(self.setup.packages))),
             packages=self.setup.packages,
         )
 
@@ -194,12 +191,8 @@ class WorkerExecutor:
                 attempt = self._in_session(request.session, parts)
                 attempts, answer = await self._attempt(attempt, 1, header, deadline)
         except (WorkerLostError, DeadlineError, IsolationError) as error:
-            return ToolResult(
-                call_id=request.id,
-                outcome=Outcome.INFRASTRUCTURE,
-                message=str(error),
-                isolation=self.isolation,
-            )
+            failed = Outcome.INFRASTRUCTURE
+            return ToolResult(request.id, failed, message=str(error), isolation=self.isolation)
         reply, body, oom = answer
         result = build_result(request.id, reply, body, limits, self.isolation, oom, attempts)
         if reply.cause == frames.WALL and reply.wall_s < 0.99 * (limits.wall_s or 0.0):
@@ -247,8 +240,7 @@ class WorkerExecutor:
         order = {"function": request.function, "arguments": dict(request.arguments)}
         code = json.dumps(order).encode()
         header = self._header(frames.VERIFY, limits, len(code), 0)
-        standard = effective_limits(Limits(), self.config.default, self.config.cap)
-        attempt = self._on_any_worker("verify", standard, (code,))
+        attempt = self._on_any_worker("verify", self._standard, (code,))
         try:
             attempts, (reply, body, oom) = await self._attempt(attempt, 2, header, deadline)
         except (WorkerLostError, DeadlineError, IsolationError) as error:
@@ -362,3 +354,147 @@ def _within(header: WorkerRequest, deadline: float) -> WorkerRequest:
     if left_s >= header.wall_s:
         return header
     return header._replace(wall_s=max(0.001, left_s))
+
+
+# --------------------------------------------------------------------------- replies to results
+# What was observed from outside (limits exceeded, wait status) decides the outcome first. The
+# child's own record counts only if it ended by itself.
+
+
+def clip(text: str, limit: int, already_cut: int = 0) -> tuple[str, int]:
+    """Cut the middle of a text to `limit` characters; the marker says how many are missing."""
+    if len(text) <= limit and not already_cut:
+        return text, 0
+    head, tail = (limit + 1) // 2, limit // 2
+    if len(text) <= limit:
+        head, tail = (len(text) + 1) // 2, len(text) // 2
+    cut = len(text) - head - tail + already_cut
+    end = text[len(text) - tail :] if tail else ""
+    return f"{text[:head]}\n[... {cut} characters cut ...]\n{end}", cut
+
+
+def limits_hit(reply: WorkerReply, limits: Limits) -> tuple[Outcome, str] | None:
+    """Outcome and message of a call that the worker ended."""
+    cause = reply.cause
+    if cause == frames.WALL:
+        return Outcome.TIMEOUT, f"Timed out after {limits.wall_s:g} s."
+    if cause == frames.CPU:
+        return Outcome.TIMEOUT, f"Used more than {limits.cpu_s:g} s of CPU time."
+    if cause == frames.OUTPUT:
+        cap = frames.output_cap(limits.output_chars or 0)
+        return Outcome.OUTPUT_LIMIT, f"Stopped after printing more than {cap} bytes."
+    if cause == frames.SCRATCH:
+        return Outcome.KILLED, (
+            f"Stopped: its files took more than {limits.scratch_mb} MB or could not be counted."
+        )
+    if cause == frames.NOT_STOPPED:
+        return Outcome.KILLED, "Rolled back: a thread did not stop; it waits for a child in vfork."
+    if cause == frames.FILES:
+        reason = f"its files could not be written ({os.strerror(reply.status)}); rename them"
+        if reply.status in (errno.ENOSPC, errno.EDQUOT):
+            reason = f"its files do not fit into the scratch space of {limits.scratch_mb} MB"
+        return Outcome.BAD_ARGUMENTS, f"Not run: {reason}."
+    return None
+
+
+def status_of(
+    reply: WorkerReply, record: Record | None, limits: Limits, oom: bool
+) -> tuple[Outcome, str]:
+    """Outcome and message of a call that ended by itself, before output is looked at."""
+    if os.WIFSIGNALED(reply.status):
+        number = os.WTERMSIG(reply.status)
+        if oom:
+            return Outcome.MEMORY, f"Used more than {limits.memory_mb} MB of memory."
+        if number in (signal.SIGKILL, signal.SIGXCPU) and reply.cpu_s >= (limits.cpu_s or 0):
+            return Outcome.TIMEOUT, f"Used more than {limits.cpu_s:g} s of CPU time."
+        name = signal.Signals(number).name if number in _SIGNALS else f"signal {number}"
+        return Outcome.KILLED, f"The process was killed by {name}{_SIGNAL_HINTS.get(number, '')}."
+    code = os.WEXITSTATUS(reply.status)
+    if record is None or record.kind == frames.HANDOVER:
+        if code == 0:
+            return Outcome.OK, ""
+        return Outcome.EXCEPTION, f"The process exited with code {code}."
+    if record.kind == frames.MEMORY:
+        return Outcome.MEMORY, f"{record.message} (the limit is {limits.memory_mb} MB)"
+    if record.kind == frames.SYNTAX:
+        return Outcome.SYNTAX_ERROR, record.message
+    if record.kind == frames.EXCEPTION:
+        return Outcome.EXCEPTION, record.message
+    if record.kind == frames.EXIT or code != 0:
+        return Outcome.EXCEPTION, record.message or f"The process exited with code {code}."
+    return Outcome.OK, ""
+
+
+_SIGNALS = {int(s) for s in signal.Signals}
+_SIGNAL_HINTS = {
+    int(signal.SIGSEGV): " (crash: bad memory access or stack overflow)",
+    int(signal.SIGABRT): " (abort)",
+    int(signal.SIGSYS): " (forbidden system call)",
+    int(signal.SIGXFSZ): " (file too large)",
+}
+
+
+def build_result(
+    call_id: str,
+    reply: WorkerReply,
+    body: bytes,
+    limits: Limits,
+    isolation: str,
+    oom: bool = False,
+    attempts: int = 1,
+) -> ToolResult:
+    """The result of one call. Every limit in `limits` is set."""
+    stdout, stderr = body[: reply.stdout], body[reply.stdout : reply.stdout + reply.stderr]
+    record = Record.parse(reply.record_in(body))
+    hit = limits_hit(reply, limits)
+    outcome, message = hit or status_of(reply, record, limits, oom)
+    if reply.cause == frames.FILES:  # no process was started
+        reply = reply._replace(status=0)
+    if reply.left_out and not message:
+        message = files.left_out_message(reply.left_out)
+    chars = limits.output_chars or 0
+    out, out_cut = clip(stdout.decode("utf-8", "replace"), chars)
+    err, err_cut = clip(stderr.decode("utf-8", "replace"), chars)
+    value, value_cut, trace, trace_cut = None, 0, "", 0
+    if record is not None and hit is None:
+        if record.kind == frames.VALUE and not stdout and outcome is Outcome.OK:
+            value, value_cut = clip(record.text, chars, record.cut)
+        elif record.kind in (frames.EXCEPTION, frames.SYNTAX, frames.MEMORY):
+            trace, trace_cut = clip(record.text, chars, record.cut)
+    if outcome is Outcome.OK and not stdout and not stderr and value is None:
+        outcome = Outcome.NO_OUTPUT
+    signaled = os.WIFSIGNALED(reply.status)
+    return ToolResult(
+        call_id=call_id,
+        outcome=outcome,
+        stdout=out,
+        stderr=err,
+        value=value,
+        traceback=trace,
+        message=message,
+        truncated=Truncation(out_cut, err_cut, value_cut, trace_cut, reply.left_out),
+        exit_code=None if signaled else os.WEXITSTATUS(reply.status),
+        signal=os.WTERMSIG(reply.status) if signaled else None,
+        wall_s=reply.wall_s,
+        cpu_s=reply.cpu_s,
+        peak_mb=reply.peak_mb,
+        isolation=isolation,
+        attempts=attempts,
+        files=files.read(body[-reply.files :]) if reply.files else {},
+    )
+
+
+def verify_result(
+    identity: str, reply: WorkerReply, body: bytes, limits: Limits, oom: bool, attempts: int
+) -> VerifyResult:
+    """The result of a verification from the worker's reply."""
+    record = Record.parse(reply.record_in(body))
+    base = VerifyResult(identity, wall_s=reply.wall_s, attempts=attempts)
+    if reply.cause in (frames.WALL, frames.CPU):
+        return replace(base, error="timeout", message=f"no answer in {reply.wall_s:.2f} s")
+    if record is not None and record.kind == frames.JSON:
+        return replace(base, value=json.loads(record.text))
+    if record is not None and record.kind == frames.REFUSED:
+        return replace(base, error=record.text, message=record.message)
+    _, message = status_of(reply, None, limits, oom)
+    return replace(base, error="memory" if oom else "crashed", message=message)

@@ -14,8 +14,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from rstar2.child import Child
@@ -187,9 +187,16 @@ class ZygoteLink:
 class ZygotePool:
     """Starts every flavour and restarts those that die; see the module docstring."""
 
-    def __init__(self, functions: Mapping[str, str], setup: InterpreterSetup | None = None) -> None:
+    def __init__(
+        self,
+        functions: Mapping[str, str],
+        setup: InterpreterSetup | None = None,
+        flavour_for: Callable[[bytes, Sequence[str]], str] = lambda code, packages: "plain",
+    ) -> None:
         self.functions = dict(functions)
         self.setup = setup or InterpreterSetup()
+        self._flavour_for = flavour_for
+        """Which flavour a program runs in; warm-up programs run in theirs only."""
         self.restarts = 0
         self.live: dict[str, ZygoteLink] = {}
         """By flavour; those that are being started are not in it."""
@@ -214,9 +221,13 @@ class ZygotePool:
         for flavour in ("base", *warmup.flavours(self.setup.packages)):
             await asyncio.gather(self.get(flavour), return_exceptions=True)  # _keep logs failures
 
-    def warm(self, flavour: str) -> bool:
-        """True if a zygote of this flavour is ready."""
-        return flavour in self.live and self.live[flavour].alive
+    def _setup_of(self, flavour: str) -> InterpreterSetup:
+        """The setup with the warm-up programs of one flavour."""
+        setup = self.setup
+        own = (
+            p for p in setup.programs if self._flavour_for(p.encode(), setup.packages) == flavour
+        )
+        return replace(setup, programs=tuple(own))
 
     def _expect_start(self, flavour: str, ended: ZygoteLink | None = None) -> None:
         """From now on `get` waits for the next start, if it still returns the one that ended."""
@@ -228,7 +239,7 @@ class ZygotePool:
         """Start a flavour, and again whenever it has ended."""
         pause_s = 0.0
         while True:
-            zygote = ZygoteLink(flavour, self.functions, self.setup)
+            zygote = ZygoteLink(flavour, self.functions, self._setup_of(flavour))
             begun_s = time.monotonic()
             try:
                 await zygote.start()
