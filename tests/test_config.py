@@ -191,6 +191,7 @@ def test_wrong_overrides(override: str, expected: str) -> None:
         (["rl.loss.sequence_mask=[2, 1]"], "increasing pair"),
         (["rl.sampling.temperature=0"], "same rollout every time"),
         (["learner.lora={rank: 8}"], "learner.lora trains none: use adamw"),
+        (["learner.cpu_offload=true"], "needs several ranks, and learner.ranks = 1"),
         (["engine.sleep=true"], "needs vLLM servers that rstar2 starts"),
         (["engine.kind=vllm", "engine.lora=adapter"], "engine.lora = adapter needs learner.lora"),
         (["engine.kind=openai"], "evaluation only"),

@@ -134,10 +134,12 @@ def largest_gap(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     )
 
 
-def make_group(model_dir: Path, ranks: int, optimizer: OptimizerConfig = ADAMW) -> LearnerGroup:
+def make_group(
+    model_dir: Path, ranks: int, optimizer: OptimizerConfig = ADAMW, *, cpu_offload: bool = False
+) -> LearnerGroup:
     return LearnerGroup(
         model_dir,
-        LearnerConfig(ranks=ranks, tokens_per_microbatch=256, threads=1),
+        LearnerConfig(ranks=ranks, tokens_per_microbatch=256, threads=1, cpu_offload=cpu_offload),
         optimizer,
         total_steps=10,
         seed=0,

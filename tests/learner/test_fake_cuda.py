@@ -166,6 +166,29 @@ def test_memory_of_all_layers_is_extrapolated_from_few() -> None:
     assert found.peak == pytest.approx(expected.peak, rel=0.02)
 
 
+def test_a_step_with_the_state_in_host_memory(qwen3: Path) -> None:
+    """Shards, gradients and moments stay on the CPU; each layer is computed on the GPU."""
+    config = CONFIG.model_copy(update={"ranks": 8, "cpu_offload": True})
+    with fake_cuda(8) as trace:
+        learner = Learner(
+            qwen3,
+            config,
+            OptimizerConfig(),
+            total_steps=1,
+            seed=0,
+            device=DEVICE,
+            read=lambda path: None,
+        )
+        assert trace.gb < 1e-5
+        learner.offload_optimizer()
+        learner.onload_optimizer()
+        assert learner.rl_step(full_batch(config), LossConfig(), 1)["updates"] == 1
+        assert set(trace.matmuls) == {torch.bfloat16}
+        tensors = learner.checkpoint_tensors()
+        assert all(tensor.device.type == "cpu" for tensor in tensors.values())
+        assert all(tensor.device.type == "cpu" for tensor in learner.state().values())
+
+
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_adapters_train_on_fake_devices(ranks: int) -> None:
     """LoRA: the frozen weights have no gradients and no moments."""

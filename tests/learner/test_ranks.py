@@ -74,6 +74,18 @@ def test_two_ranks_equal_one(
         assert start.sft_step(ROWS)["loss"] == pytest.approx(one.sft_step(ROWS)["loss"], rel=1e-5)
 
 
+def test_offloaded_ranks_equal_one(model_dir: Path) -> None:
+    batch = random_batch(random.Random(2), 4, 4)
+    with make_group(model_dir, 2, cpu_offload=True) as two, make_group(model_dir, 1) as one:
+        for _ in range(2):
+            alone, together = (g.rl_step(batch, LossConfig(), 2) for g in (one, two))
+            alone.pop("microbatches")
+            together.pop("microbatches")
+            assert together == pytest.approx(alone, rel=1e-4, abs=1e-6)
+        expected, several = one.state(), two.state()
+        assert max((several[n] - expected[n]).abs().max().item() for n in several) < 1e-5
+
+
 @pytest.mark.parametrize("members", [4, 1])
 def test_sequence_ratios_at_a_temperature_on_two_ranks(
     start: LearnerGroup, model_dir: Path, members: int

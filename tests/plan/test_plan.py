@@ -358,15 +358,19 @@ def test_the_plans_in_the_docs_are_current(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 8])
-def test_memory_of_the_learner_is_within_a_tenth_of_fake_devices(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "offload"), [(1, False), (8, False), (8, True)])
+def test_memory_of_the_learner_is_within_a_tenth_of_fake_devices(ranks: int, offload: bool) -> None:
     """The formula against the learner's own step on fake CUDA devices."""
     from rstar2.learner.measure import run_step
 
     shape = replace(find_shape("Qwen/Qwen3-8B"), layers=4)
     recipe = load_recipe(
         "rstar2-agent-14b",
-        [f"learner.ranks={ranks}", "learner.tokens_per_microbatch=12288"],
+        [
+            f"learner.ranks={ranks}",
+            "learner.tokens_per_microbatch=12288",
+            f"learner.cpu_offload={str(offload).lower()}",
+        ],
     ).recipe
     parts = learner_memory(recipe.learner, shape, ranks)
     measured = run_step(shape, recipe.learner)

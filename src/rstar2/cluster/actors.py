@@ -122,14 +122,14 @@ class RankActor:
         import torch
         import torch.distributed as dist
 
-        from rstar2.learner.group import CALL_S
+        from rstar2.learner.group import CALL_S, collectives
         from rstar2.learner.learner import Learner
 
         cuda = bool(self.gpus) and torch.cuda.is_available()
         if not cuda and not args[1].threads:
             torch.set_num_threads(1)
         dist.init_process_group(
-            "nccl" if cuda else "gloo",
+            collectives(args[1], cuda=cuda),
             init_method=address,
             rank=self.rank,
             world_size=ranks,

@@ -34,7 +34,7 @@ def check(recipe: Recipe) -> list[RecipeFault]:
     """All faults of a recipe; empty if there is none."""
     parts = (
         *(_lengths, _resampling, _algorithms, _batches, _stages),
-        *(_sft, _sampling, _lora, _engines, _codeenv),
+        *(_sft, _sampling, _offload, _lora, _engines, _codeenv),
     )
     return [fault for part in parts for fault in part(recipe)]
 
@@ -233,6 +233,15 @@ def _sampling(recipe: Recipe) -> Iterator[RecipeFault]:
                 f"{off} (rl.sampling.temperature is supported)",
                 (f"rl.sampling.{path}",),
             )
+
+
+def _offload(recipe: Recipe) -> Iterator[RecipeFault]:
+    if recipe.learner.cpu_offload and recipe.learner.ranks == 1:
+        yield RecipeFault(
+            "learner.cpu_offload = true needs several ranks, and learner.ranks = 1: use more, or "
+            "leave it out",
+            ("learner.cpu_offload", "learner.ranks"),
+        )
 
 
 def _lora(recipe: Recipe) -> Iterator[RecipeFault]:

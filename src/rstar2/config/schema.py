@@ -216,6 +216,9 @@ class LearnerConfig(Section):
     """FSDP2 ranks."""
     tokens_per_microbatch: int = Field(16_384, ge=64)  #: Tokens of one forward and backward pass.
     activation_checkpointing: bool = False  #: Less memory for more compute.
+    cpu_offload: bool = False
+    """Weights, gradients and optimizer state are in host memory: each layer is copied to the GPU
+    when it is used, and the optimizer runs on the CPU. Slower; needs several ranks."""
     dtype: Literal["float32", "bfloat16"] = "float32"  #: Number format of the computation.
     threads: int = Field(0, ge=0)
     """torch threads; 0 keeps torch's default."""

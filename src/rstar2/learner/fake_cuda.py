@@ -97,6 +97,7 @@ def fake_cuda(ranks: int = 1, rank: int = 0) -> Iterator[DeviceTrace]:
         stack.enter_context(mock.patch.object(F, "linear", linear))
         stack.enter_context(mock.patch.object(torch, "clear_autocast_cache", linear.clear))
         stack.enter_context(mock.patch.object(F, "silu", fused_silu))
+        stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda tensor, *args: tensor))
         stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", fused_attention))
         yield stack.enter_context(DeviceTrace())
 
@@ -262,8 +263,9 @@ class DeviceTrace(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it calls this mode again with the local tensors
         packet = getattr(func, "overloadpacket", None)
-        if packet is aten._local_scalar_dense and args[0].device.type == "cuda":
-            self._read("item")
+        if packet is aten._local_scalar_dense and isinstance(args[0], FakeTensor):
+            if args[0].device.type == "cuda":
+                self._read("item")
             return True if args[0].dtype is torch.bool else 1
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # as on a GPU: the fake kernel would return a copy

@@ -374,13 +374,19 @@ def _join(
     elif not args[1].threads:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     dist.init_process_group(
-        "nccl" if cuda else "gloo",
+        collectives(args[1], cuda=cuda),
         init_method=f"file://{store}",
         rank=rank,
         world_size=ranks,
         timeout=timedelta(seconds=CALL_S),
     )
     return Learner(*args, **options)
+
+
+def collectives(config: LearnerConfig, *, cuda: bool) -> str:
+    """The backend of a group's collectives; shards in host memory need one for the CPU too."""
+    on_gpus = "cpu:gloo,cuda:nccl" if config.cpu_offload else "nccl"
+    return on_gpus if cuda else "gloo"
 
 
 def heart_file(store: Path, rank: int) -> Path:

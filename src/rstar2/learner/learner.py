@@ -90,6 +90,7 @@ class Learner:
             dtype=self.dtype,
             mesh=mesh,
             checkpointing=learner.activation_checkpointing,
+            offload=learner.cpu_offload,
             read=read,
             change=change,
         )
@@ -314,12 +315,12 @@ class Learner:
     def offload_optimizer(self) -> None:
         """Move the moments to host memory, where engines on the same GPU do not need it."""
         if not self._optimizers.away:
-            self._optimizers.move("cpu", away=True)
+            self._optimizers.move(away=True)
 
     def onload_optimizer(self) -> None:
         """Move the moments back, before the next step."""
         if self._optimizers.away:
-            self._optimizers.move(self.device, away=False)
+            self._optimizers.move(away=False)
 
     def retune(self, config: OptimizerConfig, total_steps: int | None = None) -> None:
         """Change learning rates and schedule; moments, step count and reference stay."""

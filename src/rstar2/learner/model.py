@@ -19,7 +19,12 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
@@ -97,6 +102,7 @@ def load_policy(
     dtype: torch.dtype = torch.float32,
     mesh: DeviceMesh | None = None,
     checkpointing: bool = False,
+    offload: bool = False,
     read: ReadModel | None = None,
     change: Callable[[PackedPolicy], None] | None = None,
 ) -> PackedPolicy:
@@ -105,7 +111,8 @@ def load_policy(
     With a mesh, every rank holds its shard: the model is built without weights and sharded, then
     rank 0 reads the weights and sends each rank its part of one tensor after the other. `read`
     returns the model with its weights on rank 0, and None on the others. `change` may add
-    parameters; it sees the model twice, without weights and with them.
+    parameters; it sees the model twice, without weights and with them. With `offload` the shards
+    are in host memory.
     """
     whole = (read or read_model)(model_dir)
     model = empty_model(model_dir)
@@ -117,9 +124,11 @@ def load_policy(
     if mesh is None:
         _allocate(policy, device)
     else:
-        shard(policy, mesh, dtype)
-        policy.to_empty(device=device)
-    _copy_weights(model, whole, mesh)
+        shard(policy, mesh, dtype, offload=offload)
+        policy.to_empty(device="cpu" if offload else device)
+        if offload:
+            _allocate_buffers(policy, device)
+    _copy_weights(model, whole, mesh, device)
     if whole is not None:
         model.generation_config = whole.generation_config
     model.set_attn_implementation(attention_for(device, dtype))
@@ -181,6 +190,11 @@ def _allocate(module: nn.Module, device: str) -> None:
                     new = torch.empty_like(old, device=device)
                     made[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad)
                 part._parameters[name] = made[id(old)]
+    _allocate_buffers(module, device)
+
+
+def _allocate_buffers(module: nn.Module, device: str) -> None:
+    for part in module.modules():
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = torch.empty_like(buffer, device=device)
@@ -188,9 +202,12 @@ def _allocate(module: nn.Module, device: str) -> None:
 
 @torch.no_grad()
 def _copy_weights(
-    model: PreTrainedModel, whole: PreTrainedModel | None, mesh: DeviceMesh | None
+    model: PreTrainedModel, whole: PreTrainedModel | None, mesh: DeviceMesh | None, device: str
 ) -> None:
-    """Copy all parameters and buffers of `whole`, which with a mesh only rank 0 has."""
+    """Copy all parameters and buffers of `whole`, which with a mesh only rank 0 has.
+
+    They are sent from device to device, wherever the shards are kept.
+    """
     if mesh is None and whole is None:
         return  # only the sizes are of interest
     source = {} if whole is None else dict(_named_tensors(whole))
@@ -199,7 +216,7 @@ def _copy_weights(
             target.copy_(source[name])
             continue
         value = source[name].detach() if source else torch.empty(target.shape, dtype=target.dtype)
-        value = value.to(target.device)
+        value = value.to(device)
         if isinstance(target, DTensor):
             shards = distribute_tensor(value, mesh, target.placements)
             target.to_local().copy_(shards.to_local())
@@ -278,14 +295,18 @@ def adapt(policy: PackedPolicy, config: LoraConfig, dtype: torch.dtype, seed: in
     add_adapters(policy.model, decoder_layers(policy.model), config, seed)
 
 
-def shard(policy: PackedPolicy, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+def shard(
+    policy: PackedPolicy, mesh: DeviceMesh, dtype: torch.dtype, *, offload: bool = False
+) -> None:
     """FSDP2: one group per decoder layer, the rest (embedding, norm, head) in the root group."""
     policy_dtype = MixedPrecisionPolicy(
         param_dtype=dtype if dtype is not torch.float32 else None, reduce_dtype=torch.float32
     )
+    pinned = mesh.device_type == "cuda"
+    place = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
     for layer in decoder_layers(policy.model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy_dtype)
-    fully_shard(policy, mesh=mesh, mp_policy=policy_dtype)
+        fully_shard(layer, mesh=mesh, mp_policy=policy_dtype, offload_policy=place)
+    fully_shard(policy, mesh=mesh, mp_policy=policy_dtype, offload_policy=place)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -152,12 +152,12 @@ class Optimizers:
                 if "betas" in group:
                     group["betas"] = config.betas
 
-    def move(self, device: str, *, away: bool) -> None:
-        """Move all moments to a device; away from the parameters no step can be taken."""
+    def move(self, *, away: bool) -> None:
+        """Move all moments to host memory, or back to their parameters for the next step."""
         for name, param in self._named.items():
             state = self._owner[name].state[param]
             for key, value in state.items():
-                state[key] = value.to(device)
+                state[key] = value.to("cpu" if away else _local(param).device)
         self.away = away
 
     def step(self) -> None:

@@ -19,7 +19,9 @@ STATE_BYTES = 16
 
 
 def state_bytes(shape: ModelShape, learner: LearnerConfig) -> float:
-    """Bytes of weights, gradients and moments of all ranks together."""
+    """Bytes on GPUs of weights, gradients and moments of all ranks together."""
+    if learner.cpu_offload:
+        return 0.0
     if learner.lora is None:
         return float(STATE_BYTES * shape.parameters)
     frozen = 4 if learner.dtype == "float32" else 2
@@ -29,6 +31,8 @@ def state_bytes(shape: ModelShape, learner: LearnerConfig) -> float:
 
 def resident_bytes(shape: ModelShape, learner: LearnerConfig) -> float:
     """Bytes of the weights of all ranks together: what stays on the GPUs during generation."""
+    if learner.cpu_offload:
+        return 0.0
     if learner.lora is None:
         return float(WEIGHT_BYTES * shape.parameters)
     frozen = 4 if learner.dtype == "float32" else 2
@@ -46,6 +50,8 @@ def checkpoint_bytes(shape: ModelShape, learner: LearnerConfig) -> float:
 
 def state_label(learner: LearnerConfig, ranks: int) -> str:
     """What the state consists of, for the table of memory."""
+    if learner.cpu_offload:
+        return "state, in host memory"
     if learner.lora is None:
         return f"state, {STATE_BYTES} B per parameter / {ranks} ranks"
     return f"frozen weights and adapters / {ranks} ranks"
