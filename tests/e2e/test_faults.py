@@ -17,7 +17,13 @@ from rstar2.engine.make import make_engines
 from rstar2.pipeline import runtime
 from rstar2.pipeline.controller import TrainingResult, run
 from rstar2.pipeline.progress import QuietView, StageKind
-from rstar2.record import RunDirectory, read_groups, read_metrics
+from rstar2.record import (
+    RunDirectory,
+    read_evaluations,
+    read_events,
+    read_groups,
+    read_metrics,
+)
 from tests.e2e.miniature import miniature
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
@@ -33,6 +39,10 @@ class Watcher(QuietView):
     then: Callable[[], None] = lambda: None
     at: str = ""
     notes: list[str] = field(default_factory=list)
+    totals: list[int] = field(default_factory=list)
+
+    def steps(self, total: int) -> None:
+        self.totals.append(total)
 
     def stage(self, name: str, kind: StageKind, total: int, done: int = 0) -> None:
         self.at = name
@@ -116,3 +126,19 @@ def test_one_step_ahead_every_step_is_done_once_with_bounded_staleness(
     for line in groups:
         sampled = {v for t in line.group.trajectories for u in t.turns for v, n in u.versions if n}
         assert sampled <= {line.step - 2, line.step - 1, line.step}, "of the step before, or now"
+
+
+def test_a_stage_out_of_time_ends_and_the_run_is_complete(finished: Path, tmp_path: Path) -> None:
+    """A budget that is over when RL starts leaves one step, its evaluation and its export."""
+    recipe = recipe_from(finished, tmp_path / "data").model_copy(update={"minutes": 0.01})
+    view = Watcher()
+    result = execute(recipe, tmp_path / "run", view)
+    assert [m["step"] for m in read_metrics(result.path) if m["stage"] == "only"] == [1]
+    assert (result.rl_steps, view.totals) == (1, [1])
+    assert view.notes[-1] == "only: out of time after 1 of 3 steps"
+    (over,) = [event for event in read_events(result.path) if event["event"] == "budget"]
+    assert (over["stage"], over["step"], over["minutes"]) == ("only", 1, 0.01)
+    assert {e.stage for e in read_evaluations(result.path)} == {"sft", "only"}
+    assert "only" in result.exports
+    again = execute(recipe, tmp_path / "run", view)  # nothing is left to do
+    assert again.rl_steps == 1

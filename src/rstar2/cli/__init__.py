@@ -43,6 +43,11 @@ COMMANDS = {
         "app",
         "Prepare training data: clean, decontaminate, filter, convert.",
     ),
+    "models": (
+        "rstar2.cli.models",
+        "models",
+        "List the models that can be had without a model hub.",
+    ),
     "simulate": (
         "rstar2.cli.simulate",
         "simulate",

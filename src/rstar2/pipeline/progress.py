@@ -77,6 +77,10 @@ class ProgressView(Protocol):
         """A step is complete; `values` are its metrics."""
         ...
 
+    def steps(self, total: int) -> None:
+        """A time budget (`minutes`) leaves the stage this many steps."""
+        ...
+
     def evaluation(self, evaluation: Evaluation) -> None:
         """An evaluation is complete."""
         ...
@@ -100,6 +104,8 @@ class QuietView:
     def progress(self, done: int, total: int, unit: str = "rollouts") -> None: ...
 
     def step(self, step: int, values: Mapping[str, Any]) -> None: ...
+
+    def steps(self, total: int) -> None: ...
 
     def evaluation(self, evaluation: Evaluation) -> None: ...
 
@@ -237,6 +243,9 @@ class LiveView:
     def step(self, step: int, values: Mapping[str, Any]) -> None:
         self._now.advance(step, values, self._clock())
 
+    def steps(self, total: int) -> None:
+        self._now.total = total
+
     def evaluation(self, evaluation: Evaluation) -> None:
         self._keep(evaluation)
         self._print(Text().append("✓ ", style="green").append(evaluation_line(evaluation)))
@@ -301,8 +310,11 @@ class LiveView:
         return text
 
     def _later_s(self) -> float:
-        """Seconds that the RL stages after this one will take at the current speed."""
-        stages = self._recipe.rl.stages if self._recipe else ()
+        """Seconds that the RL stages after this one will take at the current speed.
+
+        With a time budget their number of steps is not known yet.
+        """
+        stages = self._recipe.rl.stages if self._recipe and not self._recipe.minutes else ()
         names = [stage.name for stage in stages]
         if self._now.name not in names or not self._now.times:
             return 0.0
@@ -412,6 +424,9 @@ class PlainView:
         self._now.advance(step, values, self._clock())
         if self._due() or step == self._now.total:
             self._say(self._line())
+
+    def steps(self, total: int) -> None:
+        self._now.total = total
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self._say(evaluation_line(evaluation))

@@ -39,6 +39,10 @@ class RunState:
     """Per RL stage with a difficulty filter: indices of the problems that it kept."""
     recent: tuple[float, ...] = ()
     """Last values of the metric whose plateau ends the current RL stage."""
+    spent_s: float = 0.0
+    """Seconds that the run has worked when this was saved; 0 without a time budget (`minutes`)."""
+    begun_s: float | None = None
+    """The same when the current RL stage began; None without a time budget."""
     window: CollapseWindow = field(default_factory=CollapseWindow)
     collapsed: str = ""
     """Why training was stopped early; empty if it was not."""
@@ -48,7 +52,7 @@ class RunState:
         """The same state at the start of a phase, or within it if the phase has started."""
         if self.phase == phase:
             return self
-        return replace(self, phase=phase, step=0, position=0, recent=())
+        return replace(self, phase=phase, step=0, position=0, recent=(), begun_s=None)
 
     def finish(self, phase: str) -> Self:
         """The same state with the phase complete."""

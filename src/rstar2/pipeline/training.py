@@ -7,8 +7,9 @@ builds on is on disk. `restore` returns to the newest complete one and rewinds t
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from rstar2.config import OptimizerConfig, Recipe, RlConfig, StageConfig
@@ -67,8 +68,14 @@ class Training:
     """A recipe, its run directory and view, and the processes that carry it out."""
 
     def __init__(
-        self, recipe: Recipe, run: RunDirectory, view: ProgressView, runtime: Runtime
+        self,
+        recipe: Recipe,
+        run: RunDirectory,
+        view: ProgressView,
+        runtime: Runtime,
+        started: float | None = None,
     ) -> None:
+        """`started` is when this process began to work on the run (`monotonic`); default: now."""
         from rstar2.learner.checkpoint import CheckpointStore  # torch: the runtime has loaded it
 
         self.recipe, self.run, self.view, self.runtime = recipe, run, view, runtime
@@ -77,6 +84,9 @@ class Training:
         """Ordinal of the last state that was saved or loaded."""
         self._learned: int | None = None
         """Number of the RL step whose batch the learner has received last."""
+        self._started = monotonic() if started is None else started
+        self._spent_s: float | None = None
+        """Seconds that earlier processes worked on the run; None before `restore`."""
 
     # ------------------------------------------------------------------ learn and publish
 
@@ -131,8 +141,14 @@ class Training:
 
     # ------------------------------------------------------------------ checkpoints
 
+    def run_seconds(self) -> float:
+        """How long this run has worked, in this process and those before it."""
+        return (self._spent_s or 0.0) + monotonic() - self._started
+
     async def save(self, state: RunState) -> None:
         """Write a checkpoint that a resumed run starts from."""
+        if self.recipe.minutes is not None:
+            state = replace(state, spent_s=self.run_seconds())
 
         def save() -> None:
             self.run.sync()  # everything that a checkpoint builds on is on disk before it
@@ -156,6 +172,8 @@ class Training:
             return RunState()
         state = RunState.from_dict(saved.state)
         self._saved, self._learned = state.ordinal, None
+        if self._spent_s is None:  # after the loss of a rank, this process has its own time
+            self._spent_s = state.spent_s
         if saved.torn:
             self.run.event("damaged", checkpoints=saved.torn, used=saved.path.name)
         for reason in saved.torn:

@@ -39,9 +39,9 @@ MODES = ("greedy", "sampled")
 _MAY_CHANGE = (
     *(f"codeenv.{key}" for key in ("urls", "host", "port", "slots", "queue", "batch", "linger_s")),
     *("engine.urls", "engine.hang_s", "learner.threads", "learner.hang_s", "record.", "cluster"),
-    "environment.folder",
+    *("environment.folder", "minutes"),
 )
-"""Settings that may differ when a run is resumed: where it runs and what it records."""
+"""Settings that may differ when a run is resumed: where it runs, how long, what it records."""
 _RETIRED = (("scheduler", "quantile"),)
 """Settings of earlier versions that decided nothing about the results of a run."""
 _SECRETS = frozenset({"codeenv.token"})
