@@ -16,10 +16,13 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import torch
 from transformers import GPT2Config
 
+from rstar2.config import Recipe
 from rstar2.engine.base import WeightUpdate
 from rstar2.engine.embedded import EmbeddedEngine
+from rstar2.engine.make import make_engines
 from rstar2.errors import DeadlineError, EngineError, RecipeError, UserError
 from rstar2.learner.model import load_policy
 from rstar2.learner.tiny import make_tiny
@@ -302,7 +305,9 @@ async def test_a_worker_that_fails_to_start_says_why(tmp_path: Path) -> None:
 
 PARENT = """
 import asyncio, sys
+from rstar2.config import Recipe
 from rstar2.engine.embedded import EmbeddedEngine
+from rstar2.engine.make import make_engines
 
 async def main():
     engine = EmbeddedEngine(sys.argv[1], kv_tokens=1024, max_sequences=2, max_length=256)
@@ -324,3 +329,25 @@ async def test_the_worker_dies_with_its_parent(llama: Any) -> None:
     parent.kill()
     await parent.communicate()
     await until(lambda: not alive(pid))
+
+
+@pytest.mark.slow
+async def test_a_recipe_chooses_the_number_format_of_its_engines(llama: Any) -> None:
+    """In bfloat16 logprobs are near those of transformers in float32, and not equal to them."""
+    recipe = Recipe.model_validate(
+        {
+            "name": "narrow",
+            "model": {"path": str(llama.path), "dtype": "bfloat16", "max_length": 256},
+            "engine": {"kv_tokens": 1024, "max_sequences": 4},
+        }
+    )
+    (engine,) = make_engines(recipe, llama.path)
+    await engine.start()
+    try:
+        assert (await engine.held_weights()).dtype == "bfloat16"
+        ids = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
+        exact = llama.logprobs(ids).gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1)
+        gaps = (torch.tensor(await engine.score(ids)) - exact).abs()
+        assert 0 < gaps.max() < 0.1
+    finally:
+        await engine.close()

@@ -12,7 +12,7 @@ dot products do not change.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from rstar2.engine.checksums import HeldWeights, bit_sums
+from rstar2.engine.projections import Projection
 from rstar2.engine.slabs import Slab
 from rstar2.errors import UserError
 from rstar2.model_config import (
@@ -35,8 +36,6 @@ from rstar2.model_config import (
 
 KNOWN = ("llama", "qwen2", "qwen3")
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-LEAST_ROWS = 8
-"""Matmuls over fewer rows are padded: BLAS sums in a different order for a few rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,32 +43,35 @@ class LayerWeights:
     """Weights of one layer, fused: q, k and v in one matrix, gate and up in another."""
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
+    qkv: Projection
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    out: torch.Tensor
-    out_bias: torch.Tensor | None
+    out: Projection
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
+    gate_up: Projection
+    down: Projection
+
+    def named(self, at: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Its tensors by their names in checksums."""
+        for field, name in LAYER_NAMES.items():
+            held = getattr(self, field)
+            if isinstance(held, Projection):
+                yield f"{at}{name}.weight", held.weight
+                if held.bias is not None:
+                    yield f"{at}{name}.bias", held.bias
+            elif held is not None:
+                yield f"{at}{name}.weight", held
 
 
 LAYER_NAMES = {
-    "input_norm": "input_layernorm.weight",
-    "qkv": "self_attn.qkv_proj.weight",
-    "qkv_bias": "self_attn.qkv_proj.bias",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-    "out": "self_attn.o_proj.weight",
-    "out_bias": "self_attn.o_proj.bias",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "gate_up": "mlp.gate_up_proj.weight",
-    "gate_up_bias": "mlp.gate_up_proj.bias",
-    "down": "mlp.down_proj.weight",
-    "down_bias": "mlp.down_proj.bias",
+    "input_norm": "input_layernorm",
+    "qkv": "self_attn.qkv_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "out": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "gate_up": "mlp.gate_up_proj",
+    "down": "mlp.down_proj",
 }
 """Names of the fields of LayerWeights in checksums."""
 
@@ -194,17 +196,16 @@ class Decoder:
         layers = [self._layer(take, f"model.layers.{i}.") for i in range(shape.layers)]
         if take.unused - {"lm_head.weight"}:
             raise UserError(f"weights: unknown tensors {sorted(take.unused)[:3]}")
-        self.embedding, self.norm, self.head, self.layers = embedding, norm, head, layers
+        self.embedding, self.norm, self.layers = embedding, norm, layers
+        self.head = Projection(head, None)
 
     def held_weights(self) -> HeldWeights:
         """Checksums of the installed tensors under the names of their fused parts."""
         tensors = [("model.embed_tokens.weight", self.embedding), ("model.norm.weight", self.norm)]
-        if self.head is not self.embedding:
-            tensors.append(("lm_head.weight", self.head))
+        if self.head.weight is not self.embedding:
+            tensors.append(("lm_head.weight", self.head.weight))
         for index, layer in enumerate(self.layers):
-            for field, name in LAYER_NAMES.items():
-                if (tensor := getattr(layer, field)) is not None:
-                    tensors.append((f"model.layers.{index}.{name}", tensor))
+            tensors += layer.named(f"model.layers.{index}.")
         return HeldWeights(str(self.dtype).removeprefix("torch."), bit_sums(tensors))
 
     def _layer(self, take: _StateReader, at: str) -> LayerWeights:
@@ -224,25 +225,28 @@ class Decoder:
         v_bias = take.optional(f"{at}self_attn.v_proj.bias", values)
         gate = take(f"{at}mlp.gate_proj.weight", None, shape.hidden)
         up = take(f"{at}mlp.up_proj.weight", None, shape.hidden)
+        gate_up_biases = [
+            take.optional(f"{at}mlp.{name}.bias", None) for name in ("gate_proj", "up_proj")
+        ]
         q_norm = k_norm = None
         if self._qk_norm:
             q_norm = take(f"{at}self_attn.q_norm.weight", shape.head_dim)[self._pairs]
             k_norm = take(f"{at}self_attn.k_norm.weight", shape.head_dim)[self._pairs]
         return LayerWeights(
             input_norm=take(f"{at}input_layernorm.weight", shape.hidden),
-            qkv=torch.cat((q, k, v)),
-            qkv_bias=_cat_biases((q_bias, k_bias, v_bias)),
+            qkv=Projection(torch.cat((q, k, v)), _cat_biases((q_bias, k_bias, v_bias))),
             q_norm=q_norm,
             k_norm=k_norm,
-            out=take(f"{at}self_attn.o_proj.weight", shape.hidden, shape.heads * shape.head_dim),
-            out_bias=take.optional(f"{at}self_attn.o_proj.bias", shape.hidden),
-            mlp_norm=take(f"{at}post_attention_layernorm.weight", shape.hidden),
-            gate_up=torch.cat((gate, up)),
-            gate_up_bias=_cat_biases(
-                tuple(take.optional(f"{at}mlp.{n}.bias", None) for n in ("gate_proj", "up_proj"))
+            out=Projection(
+                take(f"{at}self_attn.o_proj.weight", shape.hidden, shape.heads * shape.head_dim),
+                take.optional(f"{at}self_attn.o_proj.bias", shape.hidden),
             ),
-            down=take(f"{at}mlp.down_proj.weight", shape.hidden, None),
-            down_bias=take.optional(f"{at}mlp.down_proj.bias", shape.hidden),
+            mlp_norm=take(f"{at}post_attention_layernorm.weight", shape.hidden),
+            gate_up=Projection(torch.cat((gate, up)), _cat_biases(gate_up_biases)),
+            down=Projection(
+                take(f"{at}mlp.down_proj.weight", shape.hidden, None),
+                take.optional(f"{at}mlp.down_proj.bias", shape.hidden),
+            ),
         )
 
     def forward(
@@ -254,20 +258,20 @@ class Decoder:
         rotation = self._table.index_select(0, positions).unsqueeze(1)
         for index, layer in enumerate(self.layers):
             h = F.rms_norm(x, (shape.hidden,), layer.input_norm, self._eps)
-            qkv = _linear(h, layer.qkv, layer.qkv_bias).view(x.shape[0], -1, shape.head_dim)
+            qkv = layer.qkv(h).view(x.shape[0], -1, shape.head_dim)
             self._rotate(qkv, layer, rotation)
             outs = [self._attend(index, qkv, segment) for segment in segments]
             mixed = outs[0] if len(outs) == 1 else torch.cat(outs)
-            x = _residual(x, mixed, layer.out, layer.out_bias)
+            x = layer.out.added(x, mixed)
             h = F.rms_norm(x, (shape.hidden,), layer.mlp_norm, self._eps)
-            gate, up = _linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            x = _residual(x, F.silu(gate).mul_(up), layer.down, layer.down_bias)
+            gate, up = layer.gate_up(h).chunk(2, dim=-1)
+            x = layer.down.added(x, F.silu(gate).mul_(up))
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the given hidden states."""
         h = F.rms_norm(hidden, (self.shape.hidden,), self.norm, self._eps)
-        return _linear(h, self.head, None)
+        return self.head(h)
 
     def _rotate(self, qkv: torch.Tensor, layer: LayerWeights, rotation: torch.Tensor) -> None:
         """Apply qk-norm (where the model has it) and RoPE in place; values are unchanged."""
@@ -386,23 +390,3 @@ def _cat_biases(biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     if len(present) != len(biases):
         raise UserError("weights: only some of the fused projections have a bias")
     return torch.cat(present)
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """linear(x), where each row's result does not depend on the other rows (see LEAST_ROWS)."""
-    count = x.shape[0]
-    if count >= LEAST_ROWS:
-        return F.linear(x, weight, bias)
-    return F.linear(F.pad(x, (0, 0, 0, LEAST_ROWS - count)), weight, bias)[:count]
-
-
-def _residual(
-    x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """x + linear(y), fused into one operation if there is no bias."""
-    if bias is None and x.shape[0] >= LEAST_ROWS:
-        return torch.addmm(x, y, weight.t())
-    if bias is None:
-        extra = (0, 0, 0, LEAST_ROWS - x.shape[0])
-        return torch.addmm(F.pad(x, extra), F.pad(y, extra), weight.t())[: x.shape[0]]
-    return x + _linear(y, weight, bias)

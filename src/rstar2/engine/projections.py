@@ -1,0 +1,63 @@
+"""Linear layers of the decoder: plain products, or products with weights that oneDNN packs once.
+
+In float32, and on GPUs, a projection is `F.linear`. In bfloat16 on a CPU its weights are also kept
+as oneDNN's kernels read them; `F.linear` would bring them into this order for every product, which
+for a few dozen rows takes longer than the product. The plain weights stay: checksums are of them,
+and new weights replace both.
+
+Invariant: the result of a row does not depend on the other rows (see LEAST_ROWS).
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+
+LEAST_ROWS = 8
+"""Products of fewer rows are padded: BLAS sums in a different order for a few rows."""
+PACKED_FOR_ROWS = 32
+"""Rows for which oneDNN chooses the order of packed weights; other numbers of rows work too."""
+
+
+class Projection:
+    """x -> x W^T + b, for a weight W of shape [outputs, inputs]."""
+
+    __slots__ = ("_packed", "bias", "weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+        self._packed = _pack(weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The projection of each row."""
+        count = x.shape[0]
+        if count >= LEAST_ROWS:
+            return self._product(x)
+        return self._product(F.pad(x, (0, 0, 0, LEAST_ROWS - count)))[:count]
+
+    def added(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """x + the projection of y, fused into one operation where that is exact."""
+        if self.bias is not None or self._packed is not None:
+            return x + self(y)
+        if x.shape[0] >= LEAST_ROWS:
+            return torch.addmm(x, y, self.weight.t())
+        extra = (0, 0, 0, LEAST_ROWS - x.shape[0])
+        return torch.addmm(F.pad(x, extra), F.pad(y, extra), self.weight.t())[: x.shape[0]]
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        if self._packed is None:
+            return F.linear(x, self.weight, self.bias)
+        out = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return cast(torch.Tensor, out)
+
+
+def _pack(weight: torch.Tensor) -> torch.Tensor | None:
+    """The weight as oneDNN reads it; None where plain products are used."""
+    if weight.device.type != "cpu" or weight.dtype is not torch.bfloat16:
+        return None
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return None
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
+    return cast(torch.Tensor, packed)
