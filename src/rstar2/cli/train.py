@@ -344,6 +344,7 @@ def _real_pipeline(recipe: Recipe) -> Pipeline:
     if recipe.model.path in ("tiny", "smollm2") or Path(recipe.model.path).is_dir():
         # Progress bars for loading local files would garble the view.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("TQDM_DISABLE", "1")
     from rstar2.pipeline.controller import run
 
     return run
