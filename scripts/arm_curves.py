@@ -4,6 +4,7 @@
     python scripts/arm_curves.py --run bfloat16 lora    # train the missing arms, then write
     python scripts/arm_curves.py --run lora --sft RUN   # SFT weights of a run of the recipe
     python scripts/arm_curves.py --run smollm2-lora     # two hours on two idle cores
+    python scripts/arm_curves.py --record lora-32       # the steps of an arm that was stopped early
 
 Arms run one after the other, each as one `rstar2 train` of its own. Their numbers are kept in
 docs/experiments/arms/. `smollm2-lora` needs what recipes/smollm2-135m.yaml lists.
@@ -43,11 +44,15 @@ COLUMNS = (
     *("weights/probe_gap", "weights/tolerance", "weights/megabytes"),
 )
 TINY = (
+    "sft=null",  # arms start from SFT weights
     "rl.stages=[{name: rl, steps: 20, max_length: 176, max_turns: 4}]",
     "evaluation.count=120",
     "evaluation.samples=1",
 )
-SMOLLM2 = ("rl.stages=[{name: rl, steps: 28, max_length: 256, max_turns: 3}]",)
+SMOLLM2 = (
+    "sft=null",
+    "rl.stages=[{name: rl, steps: 28, max_length: 256, max_turns: 3}]",
+)
 
 Columns = dict[str, list[float | None]]
 
@@ -68,12 +73,9 @@ class Arm:
 ARMS = {
     "float32": Arm("float32"),
     "bfloat16": Arm("bfloat16", ("learner.dtype=bfloat16", "model.dtype=bfloat16")),
-    "bfloat16-learner": Arm("only the learner in bfloat16", ("learner.dtype=bfloat16",)),
-    "bfloat16-engine": Arm("only the engines in bfloat16", ("model.dtype=bfloat16",)),
     "lora-32": Arm(
         "LoRA, rank 32", ("learner.lora={rank: 32, alpha: 64}", "rl.optimizer.lr=7.0e-3")
     ),
-    "lora-8": Arm("LoRA, rank 8", ("learner.lora={rank: 8, alpha: 16}", "rl.optimizer.lr=7.0e-3")),
     "smollm2": Arm("all weights", (), "smollm2-135m", SMOLLM2),
     "smollm2-lora": Arm(
         "LoRA, rank 32",
@@ -192,19 +194,20 @@ def heldout(cell: Recorded, key: str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lines = [f"| {' | '.join(line)} |" for line in (head, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
 
 
 def rewards(cells: Cells, width: int) -> str:
     """Mean reward of every `width` steps, and accuracy on held-out problems."""
     longest = max(cell.count for cell in cells.values())
     spans = [(first, first + width - 1) for first in range(1, longest + 1, width)]
-    head = ["arm", *(f"steps {a} to {b}" for a, b in spans), "greedy", "sampled"]
+    head = ["arm", "steps", *(f"{a} to {b}" for a, b in spans), "greedy", "sampled"]
     rows = [
         [
             ARMS[name].title,
-            *(percent(cell.mean("reward", a, b)) for a, b in spans),
+            str(cell.count),
+            *(percent(cell.mean("reward", a, b)) if b <= cell.count else "–" for a, b in spans),
             heldout(cell, "rl/greedy"),
             heldout(cell, "rl/sampled"),
         ]
@@ -259,9 +262,10 @@ def tolerances(cells: Cells) -> str:
 
 def bfloat16_page(cells: Cells) -> str:
     most = max(growth(cell) for name, cell in cells.items() if name != "float32")
-    return f"""# The tiny recipe learns in bfloat16 as in float32
+    shared = min(cell.count for cell in cells.values())
+    return f"""# In bfloat16 the tiny recipe learns as in float32, over {shared} RL steps
 
-The tiny recipe, 20 RL steps from the same SFT weights ({start(cells)}), one seed.
+The tiny recipe, RL from the same SFT weights ({start(cells)}), one seed.
 Master weights and optimizer state are float32 in all arms. `learner.dtype: bfloat16` computes the
 forward and backward pass in bfloat16, `model.dtype: bfloat16` the embedded engines. The runs were
 made on a CPU, not on a GPU.
@@ -270,13 +274,13 @@ made on a CPU, not on a GPU.
 
 ## Reward and accuracy
 
-Mean reward of the rollouts, then accuracy on 120 held-out problems with 95% intervals.
+Mean reward of the rollouts by step, then accuracy on 120 held-out problems with 95% intervals.
 
 {rewards(cells, 5)}
 
 ![Reward, tool errors, mismatch and probe by step](bfloat16.svg)
 
-One seed cannot show a small difference between the arms.
+An arm with fewer steps was stopped early. One seed cannot show a small difference between the arms.
 
 ## Mismatch between engine and learner
 
@@ -302,17 +306,19 @@ def lora_page(cells: Cells) -> str:
     size = cells["lora-32"].mean("weights/megabytes")
     return f"""# LoRA beside full training on the tiny recipe
 
-The tiny recipe, 20 RL steps from the same SFT weights ({start(cells)}), one seed.
+The tiny recipe, RL from the same SFT weights ({start(cells)}), one seed.
 Full training has a learning rate of 7e-4, LoRA (all linear layers of the decoder, alpha twice the
 rank) of 7e-3. The learning rates were not tuned.
 
 {COMMAND.format("lora")}
 
-Mean reward of the rollouts, then accuracy on 120 held-out problems with 95% intervals:
+Mean reward of the rollouts by step, then accuracy on 120 held-out problems with 95% intervals:
 
 {rewards(cells, 5)}
 
 ![Reward, tool errors, entropy and length by step](lora.svg)
+
+An arm with fewer steps was stopped early.
 
 Engines receive merged weights ({size:.1f} MB per update), and every engine passed the rehearsal
 with a planted adapter ([docs](../lora.md)).
@@ -361,7 +367,7 @@ class Comparison:
 
 COMPARISONS = {
     "bfloat16": Comparison(
-        ("float32", "bfloat16", "bfloat16-learner", "bfloat16-engine"),
+        ("float32", "bfloat16"),
         bfloat16_page,
         {
             "reward": "Reward of the rollouts",
@@ -370,7 +376,7 @@ COMPARISONS = {
             "weights/probe_gap": "Gap of the probe",
         },
     ),
-    "lora": Comparison(("float32", "lora-32", "lora-8"), lora_page, BEHAVIOUR),
+    "lora": Comparison(("float32", "lora-32"), lora_page, BEHAVIOUR),
     "smollm2-lora": Comparison(("smollm2", "smollm2-lora"), smollm2_page, BEHAVIOUR),
 }
 LOGARITHMIC = ("mismatch/k3", "weights/probe_gap")
@@ -430,7 +436,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compare variants of the learner.")
     parser.add_argument("--run", nargs="+", choices=COMPARISONS, default=[], metavar="PAGE")
     parser.add_argument("--sft", type=Path, help="A run of the recipe, for its SFT weights.")
+    parser.add_argument("--record", choices=ARMS, help="Record an arm that was stopped early.")
     options = parser.parse_args()
+    if options.record:
+        write(options.record, RUNS / options.record)
     wanted = dict.fromkeys(arm for page in options.run for arm in COMPARISONS[page].arms)
     for arm in wanted:
         if read(arm) is None:

@@ -66,7 +66,8 @@ class Assumptions:
     sync_fixed_s: float = 5.0
     """Fixed time per weight update: pause, probe, resume."""
     weights_write_gb: float = 0.5
-    """GB/s at which rank 0 gathers weights and writes them to files in memory."""
+    """GB/s at which rank 0 gathers weights and writes them to files in memory (one core casts and
+    writes 0.8 to 1.3 without gathering)."""
     weights_copy_gb: float = 1.0
     """GB/s at which all other nodes receive a copy of these files."""
     weights_load_gb: float = 2.0
