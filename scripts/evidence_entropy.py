@@ -83,7 +83,7 @@ The weights of the claim [{claim}]({claim}.md) answer {COUNT} held-out problems 
 Figures are means over {seeds} seeds ({len(samples["sft"])} SFT checkpoints) with 95% intervals \
 (Student's t), in nats. [Token entropy](../entropy.md) defines the classes.
 
-<!-- not run: needs the weights of all cells -->
+<!-- not run: takes minutes, and needs the weights of all cells -->
 ```bash
 rstar2 reproduce {claim}
 python scripts/evidence_entropy.py --claim {claim} --seeds {seeds}
