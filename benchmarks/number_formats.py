@@ -42,6 +42,15 @@ PEER = "float32"
 CAP = 2.0
 DEADLINE_S = 1800.0
 GROUP = 8
+COLUMNS = {
+    "mean_abs": "mean |d|",
+    "max_abs": "max |d|",
+    "k3": "k3",
+    "weight_mean": "weight",
+    "weight_capped": "capped",
+    "effective_share": "effective",
+}
+"""Figures of the mismatch and their titles; d: the difference of logprobs."""
 
 
 def cpu_seconds(pid: int) -> float:
@@ -132,10 +141,11 @@ def mismatch(learner: Learner, prompts: Sequence[list[int]], outs: Sequence[Gene
 
 def show(found: dict[str, dict[str, Any]]) -> None:
     """The mismatch as a table."""
-    names = list(next(iter(found.values())))
-    table = Table("engine against learner", *names, title="mismatch", box=None)
+    table = Table("engine / learner", title="mismatch", box=None)
+    for case in COLUMNS.values():
+        table.add_column(case, no_wrap=True)
     for case, figures in found.items():
-        table.add_row(case, *(f"{figures[name]:.4g}" for name in names))
+        table.add_row(case, *(f"{figures[name]:.2g}" for name in COLUMNS))
     Console().print(table)
 
 

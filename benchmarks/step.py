@@ -69,6 +69,7 @@ def train_ours(model: Path, steps: int, seed: int, out: Path) -> dict[str, float
         *(f"model.path={model}", "sft=null", "engine.count=1", "learner.threads=1"),
         *(f"rl.prompts_per_step={PROMPTS}", f"rl.roc.drawn={GROUP}", f"rl.stages=[{stage}]"),
         *("evaluation.count=1", "evaluation.samples=1", "evaluation.greedy=false"),
+        "rl.optimizer.warmup_steps=0",
     )
     overrides = [word for setting in settings for word in ("--set", setting)]
     try:
