@@ -145,7 +145,7 @@ def test_bad_options_are_named(
     given = () if message is None else ("--rollouts", str(rollouts), "--engine", str(fast))
     code, _, err = run(capsys, *given, *change)
     assert code == 2
-    assert (message or "choose held-in or held-out") in err.replace("\n", " ")
+    assert (message or "choose held-in, held-out or prompts") in err.replace("\n", " ")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from rstar2.rollout.simulate.compare import (
     PolicyResult,
     cases_of,
     check_targets,
+    first_responses,
     measure,
     run_cases,
     summarize,
@@ -28,7 +29,7 @@ from rstar2.rollout.simulate.engine import EngineSequence, SimulatedEngine
 from rstar2.rollout.simulate.lower_bound import lower_bound
 from rstar2.rollout.simulate.model import EngineModel, MeasuredStep, fit_engine, from_hardware
 from rstar2.rollout.simulate.simulation import Simulation
-from rstar2.rollout.simulate.suites import HELD_IN, held_out
+from rstar2.rollout.simulate.suites import HELD_IN, PROMPTS, held_out
 from rstar2.rollout.simulate.workload import (
     SHAPES,
     EngineCrash,
@@ -350,7 +351,12 @@ def test_suites_have_the_workloads_of_the_issue_and_random_ones() -> None:
     assert len(HELD_IN) == 12
     assert held_out(0) == held_out(0)
     assert held_out(0) != held_out(1)
-    for shape in (*HELD_IN.values(), *held_out(0).values(), *held_out(1).values()):
+    for shape in (
+        *HELD_IN.values(),
+        *PROMPTS.values(),
+        *held_out(0).values(),
+        *held_out(1).values(),
+    ):
         workload = draw_workload(shape, 0)
         assert min(m.kv_tokens for m in workload.engines) >= workload.max_length, shape.name
 
@@ -400,3 +406,12 @@ def test_target_check_compares_with_the_best_other_policy() -> None:
     assert "1.200" in shown
     assert "1.000 (3)" in shown
     assert "geometric mean" in shown
+
+
+def test_first_responses_are_shown_where_prompts_differ() -> None:
+    mixed = replace(result("reserve", 100.0), first_p99_s={1024: 10.0, 8192: 25.0, 1 << 30: 30.0})
+    shown = first_responses([mixed, result("aimd", 100.0)])
+    assert "| workload | policy  | 1K   | 8K   | longer | longest / shortest |" in shown
+    assert "| w        | reserve | 10.0 | 25.0 | 30.0   | 3.00               |" in shown
+    assert "aimd" not in shown
+    assert first_responses([result("aimd", 100.0)]) == ""

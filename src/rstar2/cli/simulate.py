@@ -42,7 +42,8 @@ Workloads: stage1, stage2 and stage3 are the paper's (512 problems x 32 on 16 en
 {short,ample}-{slow,fast}-{light,heavy} vary KV, tools and the tail of the lengths. The suites have
 workloads with unequal, slow and dying engines, little KV and changing lengths; held-out draws its
 workloads at random from --seed. All figures are makespan / lower bound, where no schedule can beat
-the lower bound; docs/scheduler.md derives it.
+the lower bound; docs/scheduler.md derives it. Where prompts differ in length (--suite prompts), a
+second table shows how long each kind waits for its first response.
 
 \b
 Examples:
@@ -64,7 +65,7 @@ WorkloadsOption = Annotated[
     ),
 ]
 SuiteOption = Annotated[
-    str | None, typer.Option(help="Simulate this suite of workloads: held-in or held-out.")
+    str | None, typer.Option(help="Simulate this suite of workloads: held-in, held-out or prompts.")
 ]
 PoliciesOption = Annotated[
     str, typer.Option(help="Policies to compare, separated by commas, or all.")
@@ -223,9 +224,11 @@ def _print_json(results: list[PolicyResult], checks: list[TargetCheck]) -> None:
 def _print_tables(
     results: list[PolicyResult], checks: list[TargetCheck], *, all_figures: bool
 ) -> None:
-    from rstar2.rollout.simulate.compare import details, table
+    from rstar2.rollout.simulate.compare import details, first_responses, table
 
     typer.echo(table(results))
+    if responses := first_responses(results):
+        typer.echo("\n" + responses)
     if all_figures:
         typer.echo("\n" + details(results))
     for target in checks:

@@ -240,6 +240,25 @@ def details(results: Iterable[PolicyResult]) -> str:
     return _markdown(head.split(), body)
 
 
+def first_responses(results: Iterable[PolicyResult]) -> str:
+    """First-response times of the workloads whose prompts differ in length, as Markdown; or ""."""
+    shown = [r for r in results if len(r.first_p99_s) > 1]
+    if not shown:
+        return ""
+    edges = sorted({edge for r in shown for edge in r.first_p99_s})
+    body = []
+    for r in shown:
+        times = r.first_p99_s
+        cells = [f"{times[edge]:.1f}" if edge in times else "" for edge in edges]
+        body.append([r.workload, r.policy, *cells, f"{times[max(times)] / times[min(times)]:.2f}"])
+    names = ["longer" if edge == PROMPT_EDGES[-1] else f"{edge // 1024}K" for edge in edges]
+    return (
+        _markdown(["workload", "policy", *names, "longest / shortest"], body)
+        + "\n\nCells: seconds after which 99% of the first turns had ended, by prompts of up to so "
+        "many tokens."
+    )
+
+
 def _rows(results: Iterable[PolicyResult]) -> dict[str, dict[str, PolicyResult]]:
     rows: dict[str, dict[str, PolicyResult]] = {}
     for result in results:
@@ -338,7 +357,7 @@ def _read_results(file: Path) -> dict[str, PolicyResult]:
 
 
 def _mean(results: Sequence[PolicyResult]) -> PolicyResult:
-    """One result of several seeds: geometric means of makespan and bound, sums of preemptions."""
+    """One result of several seeds: geometric means of times, sums of preemptions."""
     if len(results) == 1:
         return results[0]
     return replace(
@@ -346,4 +365,8 @@ def _mean(results: Sequence[PolicyResult]) -> PolicyResult:
         makespan_s=geometric_mean([r.makespan_s for r in results]),
         bound_s=geometric_mean([r.bound_s for r in results]),
         preemptions=sum(r.preemptions for r in results),
+        first_p99_s={
+            edge: geometric_mean([r.first_p99_s[edge] for r in results if edge in r.first_p99_s])
+            for edge in sorted({edge for r in results for edge in r.first_p99_s})
+        },
     )

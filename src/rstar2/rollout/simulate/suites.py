@@ -1,10 +1,12 @@
-"""Suites of workloads: `held-in` ships, `held-out` is drawn at random from a seed.
+"""Suites of workloads: `held-in` and `prompts` ship, `held-out` is drawn at random from a seed.
 
 The workloads of `held-in` are those in which an earlier version of our policy was measured by
 others: engines that differ, fail or hold few rollouts, and lengths that change within a step. Our
 policy was developed on them. It was never tuned on `held-out`, whose parameters are drawn from wide
 ranges: KV for 2 to 150 rollouts, three kinds of engine, tools from 0.05 to 20 s, light and heavy
 tails, drift, unequal engines and crashes.
+
+`prompts` has prompts of 0.7K to 8K tokens in one load: do long prompts wait for short ones?
 """
 
 from __future__ import annotations
@@ -143,6 +145,38 @@ HELD_IN: dict[str, WorkloadShape] = {
     )
 }
 
+PROMPTS: dict[str, WorkloadShape] = {
+    shape.name: shape
+    for shape in (
+        WorkloadShape(
+            "mixed-prompts",
+            "prompts of 0.7K to 8K tokens, 5 to 30 rollouts fit an engine",
+            limit=12288,
+            mean=1500,
+            prompts=(700, 8192),
+            kv_tokens=60_000,
+            gpu=H100,
+            tensor_parallel=1,
+            problems=120,
+            group=4,
+            engines=2,
+        ),
+        WorkloadShape(
+            "mixed-prompts-long",
+            "prompts of 0.7K to 8K tokens, and rollouts that become several times as long",
+            limit=16384,
+            mean=6000,
+            prompts=(700, 8192),
+            kv_tokens=200_000,
+            gpu=H100,
+            tensor_parallel=1,
+            problems=80,
+            group=4,
+            engines=2,
+        ),
+    )
+}
+
 HELD_OUT_SIZE = 24
 
 
@@ -208,4 +242,6 @@ def shapes_of(suite: str | None, seed: int) -> dict[str, WorkloadShape]:
             return HELD_IN
         case "held-out":
             return held_out(seed)
-    raise UserError(f"there is no suite {suite!r}: choose held-in or held-out")
+        case "prompts":
+            return PROMPTS
+    raise UserError(f"there is no suite {suite!r}: choose held-in, held-out or prompts")
