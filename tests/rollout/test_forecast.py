@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rstar2.rollout.forecast import LengthModel, bucket, shortest_in
+from rstar2.rollout.forecast import (
+    POINTS,
+    KvDemand,
+    KvForecast,
+    LengthModel,
+    bucket,
+    shortest_in,
+)
 
 
 def survival(model: LengthModel, completion: int, further: int) -> float:
@@ -113,3 +121,13 @@ def test_survival_is_a_probability_that_falls(
     )
     assert 0.0 <= further_on <= here + 1e-12 <= 1.0 + 2e-12
     assert survival(model, completion, 0) == 1.0
+
+
+def test_room_comes_with_the_first_interval_after_which_it_lasts() -> None:
+    """A rollout that starts with 5 tokens; intervals of 10 steps."""
+    forecast = KvForecast(width=10, made_at=0, table=0)
+    forecast.mean[:4] = [12, 18, 15, 14]
+    more = KvDemand(np.full(POINTS, 5.0), np.zeros(POINTS), np.ones(POINTS))
+    assert forecast.steps_until_room(more, 20.0) == 20
+    assert forecast.steps_until_room(more, 23.0) == 0
+    assert forecast.steps_until_room(more, 18.0) == 40

@@ -326,6 +326,16 @@ def test_slow_engine_gets_less_and_nothing_that_it_would_finish_last() -> None:
     assert ours.makespan_s < 0.6 * theirs.makespan_s
 
 
+def test_no_few_rollouts_are_held_back_to_end_last() -> None:
+    """All start at once and end late: the few that the forecast leaves no room for must not wait
+    until then. With a forecast from an easier problem they did, and took 40% longer."""
+    shape = replace(HELD_IN["group-512"], group=64, engines=1, kv_tokens=112_500)
+    workload, before = draw_workload(shape, 0), draw_workload(shape, 1)
+    ours = measure(workload, config("reserve"), before=before)
+    theirs = measure(workload, config("least_requests"), before=before)
+    assert ours.makespan_s < 1.05 * theirs.makespan_s
+
+
 def test_long_prompts_do_not_wait_for_short_ones() -> None:
     """ThunderAgent starts the smallest first; ours starts rollouts in their order."""
     shape = replace(

@@ -61,3 +61,11 @@ def test_prefix_is_held_through_short_waits_and_dropped_in_long_ones() -> None:
         waits.observe(60.0 if index % 4 == 0 else 0.2)
     assert 0.2 <= waits.hold_s(10.0, default=7.0) < 0.3
     assert waits.hold_s(1000.0, default=7.0) >= 60.0, "recomputing costs more than any wait"
+
+
+def test_mean_wait_is_that_of_the_buckets() -> None:
+    waits = ToolWaits()
+    assert waits.mean == 0.0
+    waits.observe(0.02)
+    waits.observe(0.08)  # two doublings of the first bucket
+    assert waits.mean == pytest.approx((0.998 * 0.02 + 0.08) / 1.998)

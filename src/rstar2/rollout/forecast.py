@@ -232,6 +232,11 @@ class KvForecast:
         self.peak_mean = float(self.mean[self.fullest])
         self.work = float(self.mean.sum()) * self.width
 
+    def steps_until_room(self, more: KvDemand, room: float) -> int:
+        """Steps after which the expected KV use leaves room for the start of another rollout."""
+        full = np.flatnonzero(self.mean + more.mean[0] > room)
+        return self.width * int(full[-1] + 1) if len(full) else 0
+
     def if_added(self, more: KvDemand, room: float, again: float) -> tuple[float, float]:
         """What a rollout is expected to gain and to cost if it is added last.
 

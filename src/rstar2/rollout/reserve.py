@@ -12,8 +12,10 @@ Rules, in the order in which they are applied:
    prefill_s for each token that is computed again because of it: its own, and those of rollouts
    that a full engine admits and preempts in turn. The forecast (`forecast.py`, from lengths learnt
    in this run; the limit where nothing is known) gives the steps and the tokens, load reports give
-   step_s and prefill_s (`speed.py`). Where recomputing is cheap the cache is filled to the brim;
-   where it is expensive, nothing is admitted that is likely to overflow.
+   step_s and prefill_s (`speed.py`). A rollout that would end last if it were held back, its tool
+   calls included, also saves the time until an engine is expected to have room for it. Where
+   recomputing is cheap the cache is filled to the brim; where it is expensive, nothing is admitted
+   that is likely to overflow.
 3. **Placement.** A new rollout goes to the engine that will be done first with what it has. An
    engine takes no rollout that it would finish after all others could be done: a slow engine near
    the end, or one that already has more than its share of the work.
@@ -71,9 +73,6 @@ CHURN = 0.25
 """The part of a preempted rollout's tokens that is no longer cached when it resumes."""
 SHORT = 0.8
 """Above this share of the cache at the expected peak, prefixes of waiting rollouts are evicted."""
-URGENT = 2.0
-"""What is saved counts so many times once the remaining work takes less time than one long rollout:
-whatever starts later would end last."""
 LEAST_PROGRESS = 0.1
 """A rollout is admitted only if it is expected to run this share of its steps before it could be
 preempted: in an engine's queue it can no longer go elsewhere."""
@@ -135,6 +134,8 @@ class FleetOutlook:
     """Seconds until everything could be done."""
     least_s: float
     """Seconds until the first engine is done with what it has."""
+    wait_s: float
+    """Seconds until the first engine is expected to have room for another rollout."""
     steps: float
     """Steps that nine of ten new rollouts do not exceed."""
 
@@ -284,9 +285,12 @@ class ReservePolicy:
         if steps < LEAST_PROGRESS * self._width * float(demand.alive.sum()):
             return False
         speed = outlook.speed
+        usual_s = self._usual_step_s(state, outlook)
+        tools_s = state.waits.mean * (self._turns - 1)
         saved_s = steps * speed.step_s / self._batch(state, outlook)
-        urgent = fleet.done_s < fleet.steps * self._usual_step_s(state, outlook)
-        return saved_s * (URGENT if urgent else 1.0) > lost * speed.prefill_s
+        if fleet.wait_s + fleet.steps * usual_s + tools_s > fleet.done_s:  # later it would end last
+            saved_s += min(fleet.wait_s, steps * usual_s)
+        return saved_s > lost * speed.prefill_s
 
     def _batch(self, state: SchedulerState, outlook: EngineOutlook) -> float:
         """Rollouts that the engine usually runs: those whose mean size fills its cache."""
@@ -301,15 +305,17 @@ class ReservePolicy:
     def _fleet(self, state: SchedulerState, demand: KvDemand) -> FleetOutlook:
         """When all engines could be done with all rollouts, if these were divided evenly."""
         work = float(demand.mean.sum()) * self._width * max(1, state.new)
-        rate, least = 0.0, inf
+        rate, least, wait = 0.0, inf, inf
         for name in state.serving:
             outlook = self._outlook(state, name)
             total, step_s = outlook.engine.budget.total, self._usual_step_s(state, outlook)
             work += outlook.forecast.work
             rate += total / step_s
             least = min(least, outlook.forecast.work / total * step_s)
+            room_in = outlook.forecast.steps_until_room(demand, outlook.room)
+            wait = min(wait, room_in * step_s)
         steps = self._width * float(np.count_nonzero(demand.alive > LATE))
-        return FleetOutlook(work / rate, least, steps)
+        return FleetOutlook(work / rate, least, wait, steps)
 
     def _too_late(self, state: SchedulerState, outlook: EngineOutlook, fleet: FleetOutlook) -> bool:
         """Whether this engine would finish the rollout after the others could be done."""

@@ -99,6 +99,12 @@ class ToolWaits:
         self._counts *= WAIT_FADE
         self._counts[index] += 1
 
+    @property
+    def mean(self) -> float:
+        """The mean wait in seconds; 0 before there is any."""
+        total = float(self._counts.sum())
+        return float(self._counts @ self._edges) / total if total else 0.0
+
     def hold_s(self, fill_s: float, default: float) -> float:
         """How long to hold a prefix if the engine takes `fill_s` to prefill its whole cache."""
         total = float(self._counts.sum())
