@@ -117,9 +117,8 @@ def _commands(claim: Claim) -> str:
     arm = next((name for name, a in claim.arms.items() if a.same_as is None), None)
     lines = [f"rstar2 reproduce {claim.name}            # run what is missing, write this page"]
     if arm is not None:
-        lines.append(
-            f"rstar2 reproduce {claim.name} --cell {arm}/0   # repeat one cell, compare it"
-        )
+        cell = f"{arm}/{claim.first_seed}"
+        lines.append(f"rstar2 reproduce {claim.name} --cell {cell}   # repeat one cell, compare it")
     return "<!-- not run: takes up to an hour -->\n```bash\n" + "\n".join(lines) + "\n```"
 
 
