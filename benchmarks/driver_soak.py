@@ -38,7 +38,6 @@ from rstar2.descriptors import raise_descriptor_limit
 from rstar2.engine.base import Engine
 from rstar2.engine.vllm import STALE, VllmEngine
 from rstar2.environments.python_math import PythonMath
-from rstar2.errors import EngineError, InfrastructureError
 from rstar2.rollout.fleet import Fleet
 from rstar2.rollout.groups import GroupRunner
 from rstar2.rollout.scheduler import Scheduler
@@ -54,7 +53,6 @@ TOKEN_S = 0.002
 KILL_EVERY_S = 20.0
 STOPPED_S = 20.0
 HANG_S = 60.0
-REVIVE_S = 120.0
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -127,16 +125,9 @@ def make_script(length_scale: float) -> Script:
 
 
 async def recover(engine: Engine) -> WeightVersion:
-    """Connect again until the engine's process is back."""
-    ends = time.monotonic() + REVIVE_S
-    while True:
-        try:
-            await engine.start()
-            return STALE
-        except (EngineError, InfrastructureError):
-            if time.monotonic() > ends:
-                raise
-        await asyncio.sleep(0.5)
+    """Connect again; the fleet repeats it until the engine's process is back."""
+    await engine.start()
+    return STALE
 
 
 async def trouble(servers: list[ScriptedServers], tools: CodeEnvClient, soak: Soak) -> None:
@@ -220,7 +211,7 @@ async def run(args: argparse.Namespace) -> Soak:
         tools = await CodeEnvClient.start(CodeEnvConfig(slots=1, warm_up="never"))
         stack.push_async_callback(tools.close)
         await together(engine.start() for engine in engines)
-        fleet = Fleet(engines, Scheduler(SchedulerConfig()), recover=recover, recoveries=10**6)
+        fleet = Fleet(engines, Scheduler(SchedulerConfig()), recover=recover)
         stack.push_async_callback(fleet.close)
         fleet.require(STALE)
         for engine in engines:

@@ -137,6 +137,7 @@ async def test_without_any_engine_it_waits_for_the_first_or_says_why_there_is_no
         async with runtime.changing_weights():
             await runtime.publish(2)
         await until(lambda: served(runtime) == {"engine-0": 2, "engine-1": 2})
+        monkeypatch.setattr("rstar2.rollout.fleet.RESTART_S", 0.0)
         for engine in engines:
             engine.dies = engine.unstartable = True
         with pytest.raises(EngineError, match=r"no engine can be started: .*no such machine"):

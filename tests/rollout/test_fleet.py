@@ -27,13 +27,20 @@ def fleet_of(
     policy: Literal["worst_case", "round_robin"] = "worst_case",
     load_poll_s: float = LOAD_POLL_S,
     stall_s: float = 600.0,
+    recoveries: int = 3,
 ) -> Fleet:
     async def restart(engine: Engine) -> WeightVersion:
         await engine.start()
         return 0
 
     scheduler = Scheduler(SchedulerConfig(policy=policy, stall_s=stall_s))
-    fleet = Fleet(engines, scheduler, recover=restart if recover else None, load_poll_s=load_poll_s)
+    fleet = Fleet(
+        engines,
+        scheduler,
+        recover=restart if recover else None,
+        recoveries=recoveries,
+        load_poll_s=load_poll_s,
+    )
     for engine in engines:
         fleet.join(engine.name, 0)
     return fleet
@@ -95,6 +102,44 @@ async def test_dead_engine_is_brought_back_and_serves_the_waiting() -> None:
     engine.kill()
     assert len(await asyncio.gather(*tasks)) == 3
     assert engine.starts == 1
+    await fleet.close()
+
+
+async def test_an_engine_that_cannot_be_restarted_yet_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server given by its URL: only its owner can restart it."""
+
+    class Elsewhere(ScriptedEngine):
+        async def start(self) -> None:
+            if self.starts < 3:
+                self.starts += 1
+                raise EngineError("its URL does not answer")
+            await super().start()
+
+    monkeypatch.setattr("rstar2.rollout.fleet.RESTART_PAUSE_S", 0.001)
+    engine = Elsewhere("only")
+    fleet = fleet_of(engine, recover=True)
+    engine.kill()
+    assert (await turn(fleet, "g/0")).engine == "only"
+    assert engine.starts == 4
+    await fleet.close()
+
+
+async def test_deaths_count_until_the_engine_finishes_a_turn() -> None:
+    engine = ScriptedEngine("only")
+    fleet = fleet_of(engine, recover=True, recoveries=1)
+    for number in range(4):
+        engine.kill()
+        assert (await turn(fleet, f"g/{number}")).engine == "only"
+    for _ in range(2):
+        await until(lambda: "only" in fleet.scheduler.engines)
+        fleet.lose("only", EngineError("it dies as soon as it runs"))
+    assert not fleet._recovering
+    with pytest.raises(EngineError, match="no engine is alive"):
+        await turn(fleet, "g/9")
+    fleet.restart_missing()  # as a weight update does
+    assert (await turn(fleet, "g/10")).engine == "only"
     await fleet.close()
 
 

@@ -3,7 +3,9 @@
 `generate` waits for a placement and runs the turn on the chosen engine. If that engine dies, it
 runs the same turn (same prompt, same seed) on another. `recover` restarts a dead engine in the
 background, installs the current weights and verifies them; until then the scheduler does not know
-the engine, so it gets no turns (Invariant 7).
+the engine, so it gets no turns (Invariant 7). A restart that fails is repeated for RESTART_S,
+because only its owner can restart the server behind a URL. After that, and after `recoveries`
+deaths without a finished turn in between, the next weight update tries again.
 
 From the first turn on, the fleet polls the load of every engine for the scheduler. An engine that
 died between two turns is detected there; one that does not answer is left to `watchdog.Watchdog`.
@@ -37,6 +39,10 @@ RELEASE_DEADLINE_S = 10.0
 LOAD_POLL_S = 1.0
 """Time between two polls of an engine's load."""
 LOAD_DEADLINE_S = 60.0
+RESTART_S = 300.0
+"""How long the restart of an engine is repeated."""
+RESTART_PAUSE_S, LONGEST_RESTART_PAUSE_S = 1.0, 30.0
+"""Before the second attempt, doubled each time; and at most."""
 ENGINE_DEADLINE_S = 7 * 86_400.0
 """Deadline that engines get for a turn; the fleet ends a turn earlier, by its clock."""
 
@@ -135,7 +141,9 @@ class Fleet:
         self.scheduler = scheduler
         self._recover = recover
         self._load_poll_s = load_poll_s
-        self._recoveries_left = dict.fromkeys(self.engines, recoveries)
+        self._recoveries = recoveries
+        self._deaths = dict.fromkeys(self.engines, 0)
+        """Deaths of each engine since it last finished a turn."""
         self._recovering: dict[str, asyncio.Task[None]] = {}
         self.last_failure: Exception | None = None
         """Why the last restart failed."""
@@ -312,6 +320,7 @@ class Fleet:
         else:  # the engine died right after it had answered: the result is valid
             self.scheduler.turn_failed(request.session)
         self._update_meter(placement.engine)
+        self._deaths[placement.engine] = 0
         meter = self._meters[placement.engine]
         meter.turns += 1
         meter.tokens += len(generation.token_ids)
@@ -327,8 +336,8 @@ class Fleet:
         self._meters[name].deaths += 1
         self.scheduler.engine_lost(name)
         self._update_meter(name)
-        if self._recover is not None and self._recoveries_left[name] > 0:
-            self._recoveries_left[name] -= 1
+        self._deaths[name] += 1
+        if self._recover is not None and self._deaths[name] <= self._recoveries:
             self._restart_later(name)
         elif not self.scheduler.engines and not self._recovering:
             self._fail_waiting(error)
@@ -339,19 +348,28 @@ class Fleet:
             self._recovering[name] = asyncio.ensure_future(self._restart(name, self._recover))
 
     async def _restart(self, name: str, recover: RecoverEngine) -> None:
-        try:
-            version = await recover(self.engines[name])
-        except (InfrastructureError, UserError) as error:
-            log.warning("engine %s could not be restarted: %s", name, error)
-            self.last_failure = error
-            self._recovering.pop(name, None)
-            if not self.scheduler.engines and not self._recovering:
-                self._fail_waiting(error)
-        else:
-            self._recovering.pop(name, None)
-            self.join(name, version)
+        ends, pause_s = monotonic() + RESTART_S, RESTART_PAUSE_S
+        while True:
+            try:
+                version = await recover(self.engines[name])
+            except (InfrastructureError, UserError) as error:
+                log.warning("engine %s could not be restarted: %s", name, error)
+                self.last_failure = error
+                if isinstance(error, UserError) or monotonic() + pause_s > ends:
+                    self._recovering.pop(name, None)
+                    if not self.scheduler.engines and not self._recovering:
+                        self._fail_waiting(error)
+                    return
+            else:
+                self._recovering.pop(name, None)
+                self.join(name, version)
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_RESTART_PAUSE_S)
 
     def _start_polling(self) -> None:
+        if len(self._polls) == len(self.engines):
+            return
         for name in self.engines:
             if name not in self._polls:
                 self._polls[name] = asyncio.ensure_future(self._poll_loads(name))
