@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rstar2.agent.loop import RolloutSpec
 from rstar2.config import Recipe, StageConfig
 from rstar2.pipeline.difficulty_filter import hard_problems
 from rstar2.pipeline.state import RunState
 from rstar2.record import RunDirectory, filter_stage
 from rstar2.record.read import GroupLine, read_lines
 from rstar2.record.solved import SolvedLine, solved_file, unfinished_filters
-from rstar2.types import Group, Problem, Reward, StopReason, Trajectory, Turn
+from rstar2.types import Problem
+from tests.pipeline.scripted_runner import KilledError, ScriptedRunner
 
 STAGE = StageConfig(name="hard", steps=1, max_length=64, difficulty={"samples": 2})
 RECIPE = Recipe(
@@ -26,48 +24,6 @@ RECIPE = Recipe(
     rl={"stages": [STAGE]},
 )
 PROBLEMS = tuple(Problem(str(i), "?", "1") for i in range(200))
-
-
-class KilledError(BaseException):
-    """Ends the process in the middle of the filter."""
-
-
-class ScriptedRunner:
-    """Solves every third problem always; `dies_after` groups it ends the process."""
-
-    def __init__(self, dies_after: int | None = None) -> None:
-        self.asked: list[int] = []
-        self.ended = self.running = self.most = 0
-        self.dies_after = dies_after
-
-    async def run(
-        self, problem: Problem, *, group_id: str, step: int, seeds: Sequence[int], spec: RolloutSpec
-    ) -> Group:
-        index = int(problem.id)
-        self.asked.append(index)
-        self.running += 1
-        self.most = max(self.most, self.running)
-        for _ in range(index % 7):  # groups end in another order
-            await asyncio.sleep(0)
-        if self.ended == self.dies_after:
-            raise KilledError
-        self.running -= 1
-        self.ended += 1
-        turn = Turn((1, 2), (-0.5, -0.5), ((0, 2),))
-        rollouts = tuple(
-            Trajectory(
-                f"{group_id}/{i}",
-                problem.id,
-                group_id,
-                seed,
-                (1,),
-                (turn,),
-                StopReason.ANSWERED,
-                reward=Reward(float(index % 3 == 0 or i == 0)),
-            )
-            for i, seed in enumerate(seeds)
-        )
-        return Group(group_id, problem, step, rollouts)
 
 
 def training_of(run: RunDirectory, runner: ScriptedRunner) -> Any:

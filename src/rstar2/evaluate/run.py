@@ -7,7 +7,7 @@ is handed over when it ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from time import monotonic
 
@@ -31,13 +31,13 @@ def groups_at_once(recipe: Recipe, samples: int) -> int:
     return max(16, -(-2 * engines * recipe.engine.max_sequences // samples))
 
 
-def in_order(receive: Callable[[Group], None]) -> OnGroup:
+def in_order(receive: Callable[[Group], None], first: int = 0) -> OnGroup:
     """Hand groups over in the order of problems; those that end early are held until then.
 
     A recorded evaluation is read back in its order: the order of ending differs between runs.
     """
     held: dict[int, Group] = {}
-    position = 0
+    position = first
 
     def on_group(index: int, group: Group) -> None:
         nonlocal position
@@ -92,14 +92,18 @@ async def evaluate(
     spec: RolloutSpec,
     at_once: int,
     on_group: OnGroup = lambda index, group: None,
+    before: Iterable[Group] = (),
 ) -> Evaluation:
-    """Evaluate one mode; `on_group` receives the rollouts as they end."""
+    """Evaluate one mode; `on_group` receives the rollouts as they end.
+
+    `before` has the groups of the first problems, if they were answered already.
+    """
     started = monotonic()
-    kept: dict[int, Group] = {}
+    kept = {index: without_values(group) for index, group in enumerate(before)}
 
     def ended(index: int, group: Group) -> None:
         on_group(index, group)
-        kept[index] = _without_values(group)
+        kept[index] = without_values(group)
 
     await answer_each(
         runner,
@@ -111,13 +115,14 @@ async def evaluate(
         spec=spec,
         at_once=at_once,
         on_group=ended,
+        skip=set(kept),
     )
     groups = [kept[index] for index in sorted(kept)]
     wall_s = monotonic() - started
     return summarise(groups, stage=stage, step=step, mode=mode, wall_s=wall_s)
 
 
-def _without_values(group: Group) -> Group:
+def without_values(group: Group) -> Group:
     """The group without logprobs, entropies and text, which are most of its memory."""
     return replace(
         group,

@@ -19,7 +19,7 @@ from rstar2.agent.loop import RolloutSpec
 from rstar2.agent.prompts import shown_conversation
 from rstar2.config import EvaluationConfig, SamplingConfig, SftConfig, StageConfig
 from rstar2.errors import InfrastructureError, RecipeError
-from rstar2.evaluate.run import GREEDY, evaluate, groups_at_once, in_order
+from rstar2.evaluate.run import GREEDY, evaluate, groups_at_once, in_order, without_values
 from rstar2.pipeline.progress import StageKind
 from rstar2.pipeline.state import RunState
 from rstar2.pipeline.training import SFT, Training
@@ -171,16 +171,25 @@ async def answer_heldout(
 ) -> list[Evaluation]:
     """Answer the held-out problems in some modes, all modes at once.
 
-    If `recorded`, rollouts are written as they end. The caller records the evaluation last: without
-    it they count as incomplete.
+    If `recorded`, rollouts are written as they end, and what an interrupted evaluation has written
+    is not answered again. The caller records the evaluation last: without it they count as
+    incomplete.
     """
     config, problems = training.recipe.evaluation, training.runtime.heldout
     done = 0
 
     async def one(mode: str, how: Mode) -> Evaluation:
-        record = in_order(
-            lambda group: training.run.trajectories(evaluation_stage(stage, mode), step, group)
-        )
+        nonlocal done
+        name = evaluation_stage(stage, mode)
+        answered = training.run.resume_groups(name) if recorded else ()
+        before = [without_values(group) for group in answered]
+        done += len(before)
+
+        def write(group: Group) -> None:
+            training.run.trajectories(name, step, group)
+            training.run.flush()
+
+        record = in_order(write, first=len(before))
 
         def on_group(index: int, group: Group) -> None:
             nonlocal done
@@ -202,6 +211,7 @@ async def answer_heldout(
             spec=spec,
             at_once=groups_at_once(training.recipe, samples),
             on_group=on_group,
+            before=before,
         )
 
     return await together(one(mode, how) for mode, how in modes.items())

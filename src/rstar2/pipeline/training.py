@@ -7,6 +7,7 @@ builds on is on disk. `restore` returns to the newest complete one and rewinds t
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -19,7 +20,7 @@ from rstar2.pipeline.export import write_card
 from rstar2.pipeline.progress import ProgressView
 from rstar2.pipeline.runtime import Runtime
 from rstar2.pipeline.state import RunState
-from rstar2.record import RunDirectory
+from rstar2.record import MODES, RunDirectory, evaluation_stage
 from rstar2.record.solved import unfinished_filters
 from rstar2.rollout.collector import CollectedStep
 from rstar2.types import Batch, Selection, WeightVersion
@@ -168,7 +169,8 @@ class Training:
         """Load the newest complete checkpoint and rewind the record to it, or start the run."""
         saved = await self._load_latest()
         if saved is None:
-            self.run.rewind(BASE, 0)
+            initial = {BASE} if self.recipe.sft is not None else {BASE, SFT}
+            self.run.rewind(BASE, 0, keep=_evaluations_of(initial))
             return RunState()
         state = RunState.from_dict(saved.state)
         self._saved, self._learned = state.ordinal, None
@@ -179,8 +181,10 @@ class Training:
         for reason in saved.torn:
             self.view.note(f"damaged checkpoint: {reason}; {saved.path.name} is used instead")
         stages = [stage.name for stage in self.recipe.rl.stages]
-        filters = unfinished_filters(self.run.path, stages, state.version)
-        self.run.rewind(state.phase, state.step, keep=filters)
+        keep = unfinished_filters(self.run.path, stages, state.version)
+        if state.phase in state.done:  # its evaluation resumes: the checkpoint has its weights
+            keep |= _evaluations_of({state.phase})
+        self.run.rewind(state.phase, state.step, keep=keep)
         self.view.note(f"resuming after step {state.step} of {state.phase}")
         return state
 
@@ -220,3 +224,8 @@ class Training:
         """Export the weights that had the best reward so far."""
         await self.export(BEST)
         self.run.event("best", rl_step=state.rl_steps, reward=state.window.best_reward)
+
+
+def _evaluations_of(stages: Collection[str]) -> set[str]:
+    """The names under which the evaluations of these stages are recorded."""
+    return {evaluation_stage(stage, mode) for stage in stages for mode in MODES}

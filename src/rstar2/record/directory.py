@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -27,6 +27,7 @@ from rstar2.record.read import (
     read_environment,
     read_evaluations,
     read_events,
+    read_groups,
     read_lines,
     read_recipe,
 )
@@ -298,6 +299,15 @@ class RunDirectory:
         if stage in self._index:
             self._index[stage].drop(lambda head: head.group not in ids, _IndexedGroup)
         return self._groups[stage].drop(lambda head: head.group.id not in ids, _RecordedGroup)
+
+    def resume_groups(self, stage: str) -> Iterator[Group]:
+        """The recorded groups of a stage that resumes in the middle, in the order of recording."""
+        file = self.path / "index" / f"{stage}.jsonl"
+        self.keep_groups(stage, {entry.group for entry in read_lines(file, _IndexedGroup)})
+        file = self.path / "trajectories" / f"{stage}.jsonl"
+        recorded = {line.group.id for line in read_lines(file, _RecordedGroup)}
+        self.keep_groups(stage, recorded)  # kill -9 may leave one of the two lines
+        return (line.group for line in read_groups(self.path, stage))
 
     def evaluated(self, stage: str, mode: str) -> Evaluation | None:
         """The recorded evaluation of a stage; None if it was not completed."""
