@@ -18,6 +18,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -71,7 +72,8 @@ class ScriptedServer:
         self.script = script
         self.rng = random.Random(f"{script.seed}/{index}")
         self.version = "-1"
-        self.running = self.steps = self.decoded = self.peak = self.served = 0
+        self.running = self.decoded = self.peak = self.served = self.held = 0
+        self.busy_s, self.busy_since = 0.0, 0.0
         self.waiting: deque[Callable[[], None]] = deque()
 
     # ------------------------------------------------------------------ generation
@@ -91,6 +93,8 @@ class ScriptedServer:
 
     def admit(self, start: Callable[[], None]) -> None:
         if self.running < self.script.sequences:
+            if not self.running:
+                self.busy_since = time.monotonic()
             self.running += 1
             self.peak = max(self.peak, self.running)
             start()
@@ -102,11 +106,20 @@ class ScriptedServer:
             self.waiting.popleft()()
         else:
             self.running -= 1
+            if not self.running:
+                self.busy_s += time.monotonic() - self.busy_since
+
+    @property
+    def steps(self) -> int:
+        """Steps of an engine that takes `token_s` for each; else one per answer."""
+        if not self.script.token_s:
+            return self.served
+        now_s = time.monotonic() - self.busy_since if self.running else 0.0
+        return int((self.busy_s + now_s) / self.script.token_s)
 
     def answer(self, ids: list[int], finish: str) -> bytes:
         self.decoded += len(ids)
         self.served += 1
-        self.steps += 1
         logprobs = [{"token_id": i, "logprob": -0.5 - i / 7919} for i in ids]
         choice = {
             "index": 0,
@@ -138,12 +151,13 @@ class ScriptedServer:
         return b'{"success":true}'
 
     def metrics(self) -> bytes:
-        blocks = self.script.sequences * self.script.max_length // BLOCK + 1
+        tokens = self.script.sequences * self.script.max_length
+        blocks = tokens // BLOCK + 1
         label = '{engine="0"}'
         values = {
             "num_requests_running": self.running,
             "num_requests_waiting": len(self.waiting),
-            "kv_cache_usage_perc": 0.5,
+            "kv_cache_usage_perc": min(1.0, self.held / tokens),
             "num_preemptions_total": 0,
             "iteration_tokens_total_count": self.steps,
             "generation_tokens_total": self.decoded,
@@ -164,6 +178,7 @@ class ScriptedConnection(asyncio.Protocol):
         self.server = server
         self.buffer = b""
         self.timer: asyncio.TimerHandle | None = None
+        self.held = 0
         self.gone = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -175,7 +190,13 @@ class ScriptedConnection(asyncio.Protocol):
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
-            self.server.leave()
+            self.ended()
+
+    def ended(self) -> None:
+        """The request no longer runs."""
+        self.server.held -= self.held
+        self.held = 0
+        self.server.leave()
 
     def data_received(self, data: bytes) -> None:
         self.buffer += data
@@ -209,12 +230,14 @@ class ScriptedConnection(asyncio.Protocol):
                 server.leave()
                 return
             ids, finish = server.tokens(asked)
+            self.held = len(asked.token_ids) + len(ids) // 2
+            server.held += self.held
             wait_s = server.script.base_s + server.script.token_s * len(ids)
             self.timer = asyncio.get_running_loop().call_later(wait_s, end, ids, finish)
 
         def end(ids: list[int], finish: str) -> None:
             self.timer = None
-            server.leave()
+            self.ended()
             self.reply(server.answer(ids, finish))
 
         server.admit(start)
