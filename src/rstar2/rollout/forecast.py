@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -158,14 +159,24 @@ class RolloutProgress:
     """Prompt tokens whose KV other rollouts of its group already hold."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KvDemand:
-    """Mean and variance of the KV tokens held, per interval."""
+    """Mean and variance of the KV tokens held, per interval. The arrays never change."""
 
     mean: Array
     variance: Array
     alive: Array
     """Probability that the rollout still runs; for several rollouts, their expected number."""
+
+    @cached_property
+    def mean_sum(self) -> float:
+        """The mean, summed over the intervals."""
+        return float(self.mean.sum())
+
+    @cached_property
+    def alive_sum(self) -> float:
+        """The expected number of intervals that begin before the rollout ends."""
+        return float(self.alive.sum())
 
     def row(self, index: int) -> KvDemand:
         """The demand of one rollout of several."""

@@ -38,6 +38,7 @@ younger ones. An engine without rollouts takes any that it could hold alone.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
 
@@ -85,6 +86,8 @@ UNEVEN = 1.15
 """A turn moves only to an engine that is expected to finish it this many times sooner."""
 FEWEST_STEPS_TO_MOVE = 1000
 """A turn with fewer expected steps left never moves."""
+KEPT_DEMANDS = 256
+"""Demands of new rollouts that are kept: the rollouts of a group have the same."""
 
 
 @dataclass(slots=True)
@@ -104,26 +107,31 @@ class EngineOutlook:
     """The share of prompt tokens that rollouts of a group have in common, from reports."""
     refused: TurnRequest | None = None
     """The last request that was not admitted; it is tried again only after a change here."""
+    total: int = field(init=False)
+    """Tokens that its cache can hold."""
+
+    def __post_init__(self) -> None:
+        self.total = self.engine.budget.total
 
     @property
     def room(self) -> float:
-        return self.engine.budget.total - self.excess
+        return self.total - self.excess
 
     @property
     def step_s(self) -> float:
         """Seconds of a step with the rollouts that are here now."""
-        return self.speed.seconds(min(self.forecast.now, self.engine.budget.total))
+        return self.speed.seconds(min(self.forecast.now, self.total))
 
     @property
     def drain_s(self) -> float:
         """Seconds until its rollouts are done, if they fill the cache to the end."""
-        return self.forecast.work / self.engine.budget.total * self.step_s
+        return self.forecast.work / self.total * self.step_s
 
     @property
     def pace(self) -> tuple[float, float]:
         """`step_s` and `drain_s`, computed together: they are compared for every engine."""
         step_s = self.step_s
-        return step_s, self.forecast.work / self.engine.budget.total * step_s
+        return step_s, self.forecast.work / self.total * step_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +161,7 @@ class ReservePolicy:
         self._turns = 1.0
         """Turns per rollout, a moving average."""
         self._turns_of: dict[str, int] = {}
+        self._new_demands: dict[tuple[int, int, int, RolloutProgress], KvDemand] = {}
         self._idle: deque[tuple[float, str]] = deque()
         """Sessions in the order in which their tools started, outdated entries included."""
 
@@ -249,25 +258,28 @@ class ReservePolicy:
     def _admit(self, state: SchedulerState, name: str) -> Placement | None:
         """Start a new rollout where that pays."""
         session = state.sessions[name]
-        self._extend_to(session.request.limit)
+        request = session.request
+        self._extend_to(request.limit)
+        outlooks = [self._outlook(state, engine) for engine in state.serving]
         candidates = [
-            outlook
-            for engine in state.serving
-            if self._open(state, engine, session)
-            if (outlook := self._outlook(state, engine)).refused != session.request
+            (outlook.drain_s, len(outlook.demands), place)
+            for place, outlook in enumerate(outlooks)
+            if outlook.engine.has_slot and request.limit <= outlook.total
+            if outlook.refused is None or outlook.refused != request
             if not outlook.queued or not outlook.demands
         ]
         demand, fleet = None, None
-        for outlook in sorted(candidates, key=lambda o: (o.drain_s, len(o.demands))):
+        for _, _, place in sorted(candidates):
+            outlook = outlooks[place]
             if demand is None or fleet is None:
                 demand = self._demand(session, outlook)
-                self._size = float(demand.mean.sum() / max(1e-9, demand.alive.sum()))
-                fleet = self._fleet(state, demand)
+                self._size = demand.mean_sum / max(1e-9, demand.alive_sum)
+                fleet = self._fleet(state, outlooks, demand)
             if self._pays(state, outlook, demand, fleet) and not self._too_late(
                 state, outlook, fleet
             ):
                 return self._start(state, name, outlook, demand)
-            outlook.refused = session.request
+            outlook.refused = request
         return None
 
     def _open(self, state: SchedulerState, engine_name: str, session: SessionState) -> bool:
@@ -282,7 +294,7 @@ class ReservePolicy:
         if not outlook.demands:
             return True
         steps, lost = outlook.forecast.if_added(demand, outlook.room, CHURN * self._turns)
-        if steps < LEAST_PROGRESS * self._width * float(demand.alive.sum()):
+        if steps < LEAST_PROGRESS * self._width * demand.alive_sum:
             return False
         speed = outlook.speed
         usual_s = self._usual_step_s(state, outlook)
@@ -296,22 +308,23 @@ class ReservePolicy:
         """Rollouts that the engine usually runs: those whose mean size fills its cache."""
         capacity = outlook.engine.budget.capacity
         most = min(capacity.max_sequences, len(state.sessions) / len(state.engines))
-        return max(1.0, min(most, outlook.engine.budget.total / self._size))
+        return max(1.0, min(most, outlook.total / self._size))
 
     def _usual_step_s(self, state: SchedulerState, outlook: EngineOutlook) -> float:
         """Seconds of a step with as many rollouts as the engine usually runs."""
         return outlook.speed.seconds(self._batch(state, outlook) * self._size)
 
-    def _fleet(self, state: SchedulerState, demand: KvDemand) -> FleetOutlook:
+    def _fleet(
+        self, state: SchedulerState, outlooks: Sequence[EngineOutlook], demand: KvDemand
+    ) -> FleetOutlook:
         """When all engines could be done with all rollouts, if these were divided evenly."""
-        work = float(demand.mean.sum()) * self._width * max(1, state.new)
+        work = demand.mean_sum * self._width * max(1, state.new)
         rate, least, wait = 0.0, inf, inf
-        for name in state.serving:
-            outlook = self._outlook(state, name)
-            total, step_s = outlook.engine.budget.total, self._usual_step_s(state, outlook)
+        for outlook in outlooks:
+            step_s = self._usual_step_s(state, outlook)
             work += outlook.forecast.work
-            rate += total / step_s
-            least = min(least, outlook.forecast.work / total * step_s)
+            rate += outlook.total / step_s
+            least = min(least, outlook.forecast.work / outlook.total * step_s)
             room_in = outlook.forecast.steps_until_room(demand, outlook.room)
             wait = min(wait, room_in * step_s)
         steps = self._width * float(np.count_nonzero(demand.alive > LATE))
@@ -322,18 +335,26 @@ class ReservePolicy:
         if len(state.engines) < 2:
             return False
         step_s = self._usual_step_s(state, outlook)
-        drain_s = outlook.forecast.work / outlook.engine.budget.total * step_s
+        drain_s = outlook.forecast.work / outlook.total * step_s
         if drain_s > fleet.least_s and drain_s > fleet.done_s:
             return True
+        if fleet.steps * step_s <= fleet.done_s:
+            return False
         usual = self._batch(state, outlook) * self._size
         fastest = min(state.speeds[name].seconds(usual) for name in state.serving)
-        return fleet.steps * step_s > max(fleet.done_s, SLOW * fleet.steps * fastest)
+        return fleet.steps * step_s > SLOW * fleet.steps * fastest
 
     def _move(self, state: SchedulerState, name: str, home: str) -> Placement | None:
         """Move a turn to an engine that finishes it much sooner, once no new rollout is left."""
         if len(state.engines) < 2 or state.next_new() is not None:
             return None
         session, here = state.sessions[name], self._outlook(state, home)
+        longest = -(-(session.request.limit - session.tokens) // self._width) * self._width
+        if longest < FEWEST_STEPS_TO_MOVE:
+            return None
+        steps = self._demand(session, here).alive_sum * self._width  # the same on every engine
+        if steps < FEWEST_STEPS_TO_MOVE:
+            return None
         others = [
             self._outlook(state, e)
             for e in state.serving
@@ -343,10 +364,7 @@ class ReservePolicy:
         if target is None:
             return None
         demand = self._demand(session, target)
-        steps = float(demand.alive.sum()) * self._width
-        if steps < FEWEST_STEPS_TO_MOVE:
-            return None
-        work = float(demand.mean.sum()) * self._width / target.engine.budget.total
+        work = demand.mean_sum * self._width / target.total
         again = session.tokens * target.speed.prefill_s
         there = max(steps * target.step_s, target.drain_s + work * target.step_s) + again
         stay = max(steps * here.step_s, here.drain_s)
@@ -379,7 +397,16 @@ class ReservePolicy:
             self._width = -(-limit // POINTS)
 
     def _demand(self, session: SessionState, outlook: EngineOutlook) -> KvDemand:
-        return self._demands([_progress(session, session.completion, outlook)], outlook).row(0)
+        progress = _progress(session, session.completion, outlook)
+        if progress.completion:
+            return self._demands([progress], outlook).row(0)
+        block = outlook.engine.budget.capacity.block_tokens
+        key = (self.lengths.tables, self._width, block, progress)
+        if key not in self._new_demands:
+            if len(self._new_demands) >= KEPT_DEMANDS:
+                self._new_demands.clear()
+            self._new_demands[key] = self._demands([progress], outlook).row(0)
+        return self._new_demands[key]
 
     def _demands(self, rollouts: list[RolloutProgress], outlook: EngineOutlook) -> KvDemand:
         block = outlook.engine.budget.capacity.block_tokens
