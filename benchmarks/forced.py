@@ -107,7 +107,7 @@ class ForcedEngine(VllmEngine):
         if count < length:
             return replace(sampled, finish=Finish.LENGTH, versions=versions)
         self.script.advance(session)
-        ids = sampled.token_ids[: count - len(tail)] + tail
+        ids = (*sampled.token_ids[: count - len(tail)], *tail)
         return replace(sampled, token_ids=ids, finish=Finish.STOP, versions=versions)
 
 

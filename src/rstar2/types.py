@@ -1,7 +1,8 @@
 """The data types of rstar2: everything that crosses a boundary between two stages, on one page.
 
 All are frozen, slotted dataclasses, so tasks and threads can share them, and `encode` and `decode`
-convert them to JSON and back without loss. An example explains a trajectory best:
+convert them to JSON and back without loss. Tokens and their numbers may be given as any sequence;
+they are held as `token_arrays.TokenArray`. An example explains a trajectory best:
 
     Trajectory(
         id="7.3", problem_id="7", group_id="step4/7", seed=11,
@@ -29,12 +30,21 @@ behaviour beyond derived properties.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, TypeVar
 
 import msgspec
+
+from rstar2.token_arrays import (
+    TokenArray,
+    float_array,
+    hold_arrays,
+    id_array,
+    mark_array,
+    plain,
+)
 
 T = TypeVar("T")
 
@@ -232,16 +242,19 @@ class Finish(StrEnum):
 class Generation:
     """The tokens that an engine sampled in one turn; a sampled stop token is the last id."""
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
     versions: tuple[VersionSpan, ...]
     finish: Finish
-    entropies: tuple[float, ...] | None = None
+    entropies: Sequence[float] | None = None
     cached_tokens: int = 0  #: Prompt tokens whose KV came from the cache.
     queue_s: float = 0.0
     wall_s: float = 0.0
     engine: str = ""
     preempted_s: float = 0.0  #: Time spent preempted; 0 if the engine reports none.
+
+    def __post_init__(self) -> None:
+        hold_arrays(self, ids=("token_ids",), floats=("logprobs", "entropies"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,17 +315,17 @@ class StopReason(StrEnum):
 class Turn:
     """One assistant generation and the tokens appended after it."""
 
-    sampled_ids: tuple[int, ...]  #: The model's own tokens.
-    logprobs: tuple[float, ...]  #: Of each sampled token.
+    sampled_ids: Sequence[int]  #: The model's own tokens.
+    logprobs: Sequence[float]  #: Of each sampled token.
     versions: tuple[VersionSpan, ...]  #: (weight version, number of tokens), in order.
     calls: tuple[ToolCall, ...] = ()  #: The tool calls in the text.
     results: tuple[ToolResult, ...] = ()  #: One for each call.
-    response_ids: tuple[int, ...] = ()
+    response_ids: Sequence[int] = ()
     """Tool response or the environment's reply, plus the header of the next assistant turn; masked
     out everywhere."""
     text: str = ""  #: Decoded text of the sampled ids, without the token that stopped the turn.
     reply: tuple[Message, ...] = ()  #: The environment's reply to a turn without a call.
-    entropies: tuple[float, ...] | None = None  #: Of each sampled token, if the engine gives them.
+    entropies: Sequence[float] | None = None  #: Of each sampled token, if the engine gives them.
     finish: Finish = Finish.STOP  #: Why sampling stopped.
     engine: str = ""  #: Name of the engine.
     started_s: float = 0.0  #: Seconds since the trajectory started; the next three are durations.
@@ -321,6 +334,9 @@ class Turn:
     tools_s: float = 0.0  #: Waiting for tools.
     cached_tokens: int = 0  #: Prompt tokens from the prefix cache.
     preempted_s: float = 0.0  #: Part of `generate_s`.
+
+    def __post_init__(self) -> None:
+        hold_arrays(self, ids=("sampled_ids", "response_ids"), floats=("logprobs", "entropies"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,32 +370,34 @@ class TokenSegment:
     """A prompt and the turns that continue it. A trajectory has one, except if its agent is a
     program that rewrites its history (`endpoint.segments`)."""
 
-    prompt_ids: tuple[int, ...]
+    prompt_ids: Sequence[int]
     turns: tuple[Turn, ...]
 
-    @property
-    def completion_ids(self) -> tuple[int, ...]:
-        return tuple(i for turn in self.turns for i in turn.sampled_ids + turn.response_ids)
+    def __post_init__(self) -> None:
+        hold_arrays(self, ids=("prompt_ids",))
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
-        return self.prompt_ids + self.completion_ids
+    def token_ids(self) -> TokenArray[int]:
+        ids = list(self.prompt_ids)
+        for turn in self.turns:
+            ids += [*turn.sampled_ids, *turn.response_ids]
+        return id_array(ids)
 
     @property
-    def mask(self) -> tuple[int, ...]:
+    def mask(self) -> TokenArray[int]:
         """1 on tokens the model sampled, 0 on prompt and tool tokens; aligned with token_ids."""
         marks = [0] * len(self.prompt_ids)
         for turn in self.turns:
             marks += [1] * len(turn.sampled_ids) + [0] * len(turn.response_ids)
-        return tuple(marks)
+        return mark_array(marks)
 
     @property
-    def logprobs(self) -> tuple[float, ...]:
+    def logprobs(self) -> TokenArray[float]:
         """Rollout logprobs aligned with token_ids, 0.0 where the mask is 0."""
         values = [0.0] * len(self.prompt_ids)
         for turn in self.turns:
             values += [*turn.logprobs, *([0.0] * len(turn.response_ids))]
-        return tuple(values)
+        return float_array(values)
 
     @property
     def oldest_version(self) -> WeightVersion | None:
@@ -406,7 +424,7 @@ class Trajectory:
     problem_id: str  #: Of the problem.
     group_id: str  #: Of the group.
     seed: int  #: Of its sampling.
-    prompt_ids: tuple[int, ...]  #: Tokens of the first prompt.
+    prompt_ids: Sequence[int]  #: Tokens of the first prompt.
     turns: tuple[Turn, ...]  #: The model's turns, in order.
     stop: StopReason  #: Why the rollout ended, such as `answered` or `max_turns`.
     answer_tags: int = 0  #: How often the model answered, as its environment counts.
@@ -419,6 +437,9 @@ class Trajectory:
     wall_s: float = 0.0  #: Seconds from start to reward.
     attempts: int = 1  #: Above 1 if infrastructure failed before.
     more_segments: tuple[TokenSegment, ...] = ()  #: They share the reward and the advantage.
+
+    def __post_init__(self) -> None:
+        hold_arrays(self, ids=("prompt_ids",))
 
     @property
     def segments(self) -> tuple[TokenSegment, ...]:
@@ -436,15 +457,15 @@ class Trajectory:
         return sum(len(turn.sampled_ids) + len(turn.response_ids) for turn in self.all_turns)
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
+    def token_ids(self) -> TokenArray[int]:
         return self.segments[0].token_ids
 
     @property
-    def mask(self) -> tuple[int, ...]:
+    def mask(self) -> TokenArray[int]:
         return self.segments[0].mask
 
     @property
-    def logprobs(self) -> tuple[float, ...]:
+    def logprobs(self) -> TokenArray[float]:
         return self.segments[0].logprobs
 
     @property
@@ -532,13 +553,16 @@ class Selection:
 class Sample:
     """One training sequence: ids, mask, rollout logprobs (aligned, 0.0 off-mask), advantage."""
 
-    token_ids: tuple[int, ...]
-    mask: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    token_ids: Sequence[int]
+    mask: Sequence[int]
+    logprobs: Sequence[float]
     advantage: float
     group_id: str
     trajectory_id: str
     version: WeightVersion
+
+    def __post_init__(self) -> None:
+        hold_arrays(self, ids=("token_ids",), marks=("mask",), floats=("logprobs",))
 
     @property
     def trained_tokens(self) -> int:
@@ -621,7 +645,7 @@ class Evaluation:
 
 def encode(value: Any) -> bytes:
     """Serialise a value to one line of JSON, without a newline."""
-    return msgspec.json.encode(value)
+    return msgspec.json.encode(value, enc_hook=plain)
 
 
 def decode(data: bytes | str, kind: type[T]) -> T:

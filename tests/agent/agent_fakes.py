@@ -20,7 +20,7 @@ TOOLS = (python_spec(),)
 def prompt_of(template: Template, problem: Problem) -> tuple[int, ...]:
     """The prompt of a problem of python-math."""
     environment = PythonMath(template.config)
-    return template.prompt_ids(environment.messages(problem), TOOLS)
+    return tuple(template.prompt_ids(environment.messages(problem), TOOLS))
 
 
 @dataclass

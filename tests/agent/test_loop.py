@@ -74,11 +74,11 @@ async def roll(
 
 def check_invariants(trajectory: Trajectory, generator: ScriptedGenerator) -> None:
     """What holds for every trajectory, however it ended."""
-    ids = trajectory.prompt_ids
+    ids = tuple(trajectory.prompt_ids)
     for index, turn in enumerate(trajectory.turns):
         assert generator.prompts[index] == ids
         assert len(turn.sampled_ids) == len(turn.logprobs) == sum(n for _, n in turn.versions)
-        ids += turn.sampled_ids + turn.response_ids
+        ids += (*turn.sampled_ids, *turn.response_ids)
     assert trajectory.token_ids == ids
     if len(generator.prompts) > len(trajectory.turns):  # the turn that the engine lost
         assert generator.prompts[-1] == ids
@@ -292,7 +292,7 @@ def _with(generation: Generation, **changes: object) -> Generation:
         lambda g: _with(g, logprobs=(math.nan, *g.logprobs[1:])),
         lambda g: _with(g, versions=((0, len(g.token_ids) + 1),)),
         lambda g: _with(g, token_ids=(), logprobs=(), versions=()),
-        lambda g: _with(g, token_ids=g.token_ids * 100, logprobs=g.logprobs * 100,
+        lambda g: _with(g, token_ids=tuple(g.token_ids) * 100, logprobs=tuple(g.logprobs) * 100,
                         versions=((0, 100 * len(g.token_ids)),)),
         lambda g: _with(g, entropies=(0.0,)),
     ],

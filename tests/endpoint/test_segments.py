@@ -268,7 +268,8 @@ def test_any_program_is_recorded_exactly(
     segments = program.rollout.segments
     turns = [turn for segment in segments for turn in segment.turns]
     # Every sampled token is trained once.
-    assert sorted(t.sampled_ids for t in turns) == sorted(ids for _, ids in program.replies)
+    sampled = sorted(tuple(turn.sampled_ids) for turn in turns)
+    assert sampled == sorted(ids for _, ids in program.replies)
     assert sum(sum(s.mask) for s in segments) == sum(len(ids) for _, ids in program.replies)
     # The recorded ids decode to what the program saw.
     for reply, ids in program.replies:

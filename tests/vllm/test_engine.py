@@ -38,7 +38,7 @@ async def test_capacity_and_load_are_reported(engines: Engines) -> None:
 
 
 async def test_a_started_server_is_stale(engines: Engines) -> None:
-    assert (await engines[2].load()).version == STALE
+    assert await engines[2].client.weight_version(60.0) == STALE
 
 
 async def test_greedy_tokens_equal_transformers(engines: Engines, stage: Path) -> None:
@@ -146,7 +146,7 @@ async def test_new_weights_serve_once_they_are_verified(
         assert made.metrics["weights/probe_gap"] < 1e-4
         reference = Reference(path)
         for engine in engines[:2]:
-            assert (await engine.load()).version == version
+            assert await engine.client.weight_version(60.0) == version
             generation = await sample(engine, PROMPTS[1], 32, temperature=0.0)
             assert list(generation.token_ids) == reference.greedy(PROMPTS[1], 32)
             assert generation.versions == ((version, 32),)

@@ -57,6 +57,7 @@ from rstar2.environments.base import EnvironmentProtocol, EpisodeProtocol, Sandb
 from rstar2.errors import EngineError, InfrastructureError, InvariantError
 from rstar2.seeds import derive_seed
 from rstar2.tasks import to_the_end
+from rstar2.token_arrays import TokenArray, id_array
 from rstar2.types import (
     Failure,
     Finish,
@@ -123,11 +124,9 @@ class AgentLoop:
         )
         try:
             async with opening as episode:
-                start = (
-                    self.template.prompt_ids(episode.messages, episode.tools)
-                    if prompt_ids is None
-                    else tuple(prompt_ids)
-                )
+                if prompt_ids is None:
+                    prompt_ids = self.template.prompt_ids(episode.messages, episode.tools)
+                start = id_array(prompt_ids)
                 rollout = _TokenLoop(id, seed, start, self, episode, spec, observer)
                 try:
                     stop = await rollout.run()
@@ -156,7 +155,7 @@ class _TokenLoop:
         self,
         id: str,
         seed: int,
-        ids: tuple[int, ...],
+        ids: TokenArray[int],
         loop: AgentLoop,
         episode: EpisodeProtocol,
         spec: RolloutSpec,
@@ -215,7 +214,7 @@ class _TokenLoop:
         turn, stop = await self._continue(index, turn)
         turn = replace(turn, tools_s=time.perf_counter() - generated)
         self.turns.append(turn)
-        self._extend(turn.sampled_ids, turn.response_ids)
+        self._extend(id_array(turn.sampled_ids), id_array(turn.response_ids))
         return stop
 
     async def _continue(self, index: int, turn: Turn) -> tuple[Turn, StopReason | None]:
@@ -278,7 +277,7 @@ class _TokenLoop:
         self.text.append(response.text)
         return replace(turn, response_ids=response.ids), None
 
-    def _extend(self, sampled: tuple[int, ...], response: tuple[int, ...]) -> None:
+    def _extend(self, sampled: TokenArray[int], response: TokenArray[int]) -> None:
         """Append to the ids, never rewrite them: the next prompt has this one as its prefix."""
         before, self.ids = self.ids, self.ids + sampled + response
         if self.ids[: len(before)] != before or len(self.ids) > self.spec.max_length:

@@ -27,6 +27,7 @@ from rstar2.agent.prompts import CHAT_TEMPLATE, shown_to_model, system_text
 from rstar2.config import TemplateConfig
 from rstar2.environments.base import ToolSpec
 from rstar2.errors import InvariantError, UserError
+from rstar2.token_arrays import TokenArray, id_array
 from rstar2.tool_text import tool_text
 from rstar2.types import Conversation, Message, ToolCall, ToolResult
 
@@ -47,6 +48,8 @@ MARKER = "@@rstar2-content-"
 """Takes the place of a message's content while a chat template is rendered."""
 CHARS_PER_TOKEN = 16
 """Tool output beyond this many characters per allowed token is cut before it is tokenised."""
+KEPT_PROMPTS = 256
+"""Prompts whose ids are kept: the rollouts of a group start from the same one."""
 KEPT_OPENINGS = 64
 """Rendered openings of prompts (system text and tool signatures) that are kept."""
 
@@ -105,6 +108,7 @@ class Template:
             tokenizer.chat_template = tokenizer.init_kwargs[OWN_TEMPLATE]
         tokenizer.init_kwargs[SETTINGS] = config.model_dump()
         self._openings: dict[str, str] = {}
+        self._prompts: dict[str, TokenArray[int]] = {}
         self.control_tokens = _control_tokens(tokenizer)
         """What is split in untrusted text, longest first."""
         self._specials = re.compile("|".join(map(re.escape, self.control_tokens)))
@@ -130,7 +134,7 @@ class Template:
 
     def prompt_ids(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
-    ) -> tuple[int, ...]:
+    ) -> TokenArray[int]:
         """The prompt of an episode: its messages, the header of the first turn and the prefill."""
         if not messages or messages[-1].role != "user":
             raise UserError("the messages of an episode must end with a message of role user")
@@ -147,7 +151,15 @@ class Template:
             before, rest = _split(rest, _marker(index))
             text += before + content
         prefill = self._frames.before_reply + self.prefill if self.prefill else ""
-        return self.encode(text + rest + prefill)
+        return self._prompt(text + rest + prefill)
+
+    def _prompt(self, text: str) -> TokenArray[int]:
+        """The ids of a whole prompt; the rollouts of a group share them."""
+        if text not in self._prompts:
+            if len(self._prompts) >= KEPT_PROMPTS:
+                del self._prompts[next(iter(self._prompts))]
+            self._prompts[text] = id_array(self.encode(text))
+        return self._prompts[text]
 
     def _opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
         """The rendered messages; the same for all rollouts of most environments, so it is kept."""

@@ -343,7 +343,7 @@ class EmbeddedSpeaker:
             return None
         closed = self._last.turns[-1].sampled_ids[-1] in self._template.stop_ids
         follow_up = self._template.follow_up(problem.prompt, closed=closed)
-        return self._last.token_ids + follow_up.ids
+        return (*self._last.token_ids, *follow_up.ids)
 
 
 async def _embedded(

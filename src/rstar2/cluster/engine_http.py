@@ -27,6 +27,7 @@ from rstar2.engine.checksums import HeldWeights
 from rstar2.engine.http import EngineHttp
 from rstar2.errors import DeadlineError, EngineError, InfrastructureError, UserError
 from rstar2.http_client import Address
+from rstar2.token_arrays import plain
 from rstar2.types import EngineCapacity, EngineLoad, Generation, Sampling
 
 CONTROL_DEADLINE_S = 300.0
@@ -66,7 +67,7 @@ class EngineFailure(msgspec.Struct, frozen=True):
     message: str
 
 
-_encode = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder(enc_hook=plain).encode
 _decode = msgspec.msgpack.decode
 
 

@@ -226,7 +226,7 @@ def _trajectory(
 
 
 def _text(segments: Sequence[TokenSegment], template: Template) -> str:
-    texts = [template.decode(segment.completion_ids) for segment in segments[:1]]
+    texts = [template.decode(s.token_ids[len(s.prompt_ids) :]) for s in segments[:1]]
     for number, segment in enumerate(segments[1:], start=2):
         texts.append(f"\n=== segment {number} ===\n{template.decode(segment.token_ids)}")
     return "".join(texts)

@@ -186,14 +186,14 @@ class RolloutTokens:
             self._segments.append(segment)
         segment.turns.append(turn)
         sampled = _SampledReply(
-            ids=prompt.ids + turn.sampled_ids,
+            ids=(*prompt.ids, *turn.sampled_ids),
             segment=number,
             turn=len(segment.turns) - 1,
             session=prompt.session,
         )
         history = _extend(prompt.history, reply)
         self._histories.setdefault(history, []).append(sampled)
-        self._messages[reply.key] = turn.sampled_ids
+        self._messages[reply.key] = tuple(turn.sampled_ids)
 
     def abandon(self, prompt: ChatPrompt) -> None:
         """Nothing was sampled, or the program never received it: the request leaves no trace."""

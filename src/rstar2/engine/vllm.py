@@ -201,7 +201,7 @@ class VllmEngine:
             await self._wait_for_weights(ends, deadline_s)
             version, updates = self._version, self._updates
             part = await self.client.generate(
-                [*prompt_ids, *done.token_ids],
+                [*prompt_ids, *done.token_ids] if done.token_ids else prompt_ids,
                 _rest(sampling, len(done.token_ids)),
                 salt=f"rstar2-{version}",
                 deadline_s=ends - time.monotonic(),
@@ -246,16 +246,14 @@ class VllmEngine:
 
     async def load(self) -> EngineLoad:
         """Current load of the server."""
-        client, capacity = self.client, self.capacity()
-        gauges, version = await asyncio.gather(
-            client.gauges(CONTROL_DEADLINE_S), client.weight_version(CONTROL_DEADLINE_S)
-        )
+        capacity = self.capacity()
+        gauges = await self.client.gauges(CONTROL_DEADLINE_S)
         return EngineLoad(
             kv_used=round(gauges.used_share * capacity.kv_tokens),
             running=gauges.running,
             waiting=gauges.waiting,
             preemptions=gauges.preemptions,
-            version=version,
+            version=self._version,  # generations prove it: each token carries its version
             steps=gauges.steps,
             decoded=gauges.decoded,
             prefilled=gauges.prefilled,
@@ -339,10 +337,12 @@ def _sampled_under(version: WeightVersion, part: Generation) -> Generation:
 
 def _joined(done: Generation, part: Generation) -> Generation:
     """Concatenate two consecutive parts of one generation."""
+    if not done.token_ids:
+        return part
     return replace(
         part,
-        token_ids=done.token_ids + part.token_ids,
-        logprobs=done.logprobs + part.logprobs,
+        token_ids=[*done.token_ids, *part.token_ids],
+        logprobs=[*done.logprobs, *part.logprobs],
         versions=done.versions + part.versions,
-        cached_tokens=done.cached_tokens if done.token_ids else part.cached_tokens,
+        cached_tokens=done.cached_tokens,
     )

@@ -25,7 +25,13 @@ from rstar2.http_client import Address
 from rstar2.types import Finish, Generation, Sampling, VersionSpan
 
 SHOWN_CHARS = 500
-_SAMPLE = re.compile(r"^(vllm:\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+_GAUGES = (
+    *("cache_config_info", "kv_cache_usage_perc", "num_requests_running", "num_requests_waiting"),
+    *("num_preemptions_total", "iteration_tokens_total_count", "generation_tokens_total"),
+    *("prompt_tokens_total", "prompt_tokens_cached_total"),
+)
+_SAMPLE = re.compile(rf"\n(vllm:(?:{'|'.join(_GAUGES)}))(?:\{{(.*)\}})? (\S+)(?=\n|\Z)")
+"""Starts with a fixed text: a server has thousands of lines, and every engine is polled."""
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 T = TypeVar("T")
@@ -34,7 +40,7 @@ T = TypeVar("T")
 # --------------------------------------------------------------------------- responses
 
 
-class _Logprob(msgspec.Struct):
+class _Logprob(msgspec.Struct, gc=False):  # one per token: keep them off the garbage collector
     token_id: int
     logprob: float
 
@@ -204,7 +210,7 @@ class VllmClient:
         choice = answer.choices[0]
         details = answer.usage.prompt_tokens_details if answer.usage else None
         return Generation(
-            token_ids=tuple(choice.token_ids),
+            token_ids=choice.token_ids,
             logprobs=self._logprobs(choice),
             versions=self._versions(choice),
             finish=self._finish(choice),
@@ -212,11 +218,11 @@ class VllmClient:
             engine=self.name,
         )
 
-    def _logprobs(self, choice: _CompletionChoice) -> tuple[float, ...]:
+    def _logprobs(self, choice: _CompletionChoice) -> list[float]:
         content = (choice.logprobs.content if choice.logprobs else None) or []
         if [entry.token_id for entry in content] != choice.token_ids:
             raise EngineError(f"{self.name}: logprobs do not match the sampled tokens")
-        return tuple(entry.logprob for entry in content)
+        return [entry.logprob for entry in content]
 
     def _versions(self, choice: _CompletionChoice) -> tuple[VersionSpan, ...]:
         spans = choice.weight_versions or []
@@ -355,7 +361,7 @@ def read_gauges(text: str) -> ServerGauges:
     """Parse Prometheus text; KeyError names a missing metric."""
     values: dict[str, float] = {}
     labels: dict[str, dict[str, str]] = {}
-    for name, pairs, value in _SAMPLE.findall(text):
+    for name, pairs, value in _SAMPLE.findall(f"\n{text}"):
         values[name] = values.get(name, 0.0) + float(value)
         labels[name] = dict(_LABEL.findall(pairs))
     cache = labels["vllm:cache_config_info"]

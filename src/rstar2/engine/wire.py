@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from array import array
 from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from rstar2.token_arrays import TokenArray
 from rstar2.types import EngineLoad, Finish, Sampling, VersionSpan
 
 HEADER = struct.Struct("<I")
@@ -186,8 +188,8 @@ def pack_floats(values: Sequence[float]) -> bytes:
     return np.asarray(values, dtype=np.float32).tobytes()
 
 
-def unpack_floats(data: bytes) -> tuple[float, ...]:
-    return tuple(np.frombuffer(data, dtype=np.float32).tolist())
+def unpack_floats(data: bytes) -> TokenArray[float]:
+    return TokenArray(array("f", data))
 
 
 def open_mailbox() -> int:

@@ -81,8 +81,9 @@ def repeated_share(trajectory: Trajectory) -> float:
     seen: set[tuple[int, ...]] = set()
     total = repeated = 0
     for turn in (turn for segment in trajectory.segments for turn in segment.turns):
-        for start in range(len(turn.sampled_ids) - NGRAM + 1):
-            gram = turn.sampled_ids[start : start + NGRAM]
+        ids = tuple(turn.sampled_ids)
+        for start in range(len(ids) - NGRAM + 1):
+            gram = ids[start : start + NGRAM]
             total += 1
             repeated += gram in seen
             seen.add(gram)

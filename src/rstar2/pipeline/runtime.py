@@ -364,10 +364,10 @@ class Runtime:
         self.fleet.lose(engine.name, error)
 
     @property
-    def _probe(self) -> tuple[int, ...]:
+    def _probe(self) -> Sequence[int]:
         return self._prompt_ids(self.heldout[0])
 
-    def _prompt_ids(self, problem: Problem) -> tuple[int, ...]:
+    def _prompt_ids(self, problem: Problem) -> Sequence[int]:
         return self.template.prompt_ids([Message("user", problem.prompt)])[:PROBE_TOKENS]
 
     async def close(self) -> None:

@@ -396,7 +396,7 @@ def tokens(run: ViewedRun, trajectory_id: str) -> dict[str, Any]:
     }
 
 
-def _parts(segment: TokenSegment) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _parts(segment: TokenSegment) -> Iterator[tuple[str, Sequence[int]]]:
     """The sampled ids and the response of every turn, each with its source."""
     for turn in segment.turns:
         yield "s", turn.sampled_ids
