@@ -36,6 +36,7 @@ from rstar2.engine.checksums import HeldWeights
 from rstar2.engine.vllm import VllmEngine
 from rstar2.environments.python_math import PythonMath
 from rstar2.learner.tiny import make_tokenizer
+from rstar2.malloc import rare_collections
 from rstar2.paper_format import REASON_OPEN, TOOL_NAME
 from rstar2.report.svg import Series, line_chart
 from rstar2.rollout.fleet import Fleet
@@ -180,6 +181,7 @@ async def measure_http(engines: int, rollouts: int) -> Measured:
             for i, url in enumerate(url for server in servers for url in server.urls)
         ]
         await together(engine.start() for engine in made)
+        stack.enter_context(rare_collections())  # as in a run
         return await run_rollouts(made, template, rollouts, HTTP_TURNS, version=-1)
 
 

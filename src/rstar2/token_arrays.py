@@ -125,8 +125,8 @@ def float_array(values: Sequence[float]) -> TokenArray[float]:
     """Floats, four bytes each if that changes none of them, else eight."""
     if isinstance(values, TokenArray):
         return values
-    exact, single = array("d", values), array("f", values)
-    return TokenArray(single if single == exact else exact)
+    exact, single = list(values), array("f", values)
+    return TokenArray(single if single.tolist() == exact else array("d", exact))
 
 
 def hold_arrays(

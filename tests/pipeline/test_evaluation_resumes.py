@@ -33,6 +33,7 @@ class Parts(Training):
     def __init__(self, run: RunDirectory, runner: ScriptedRunner, state: RunState) -> None:
         nothing = dict.fromkeys(("stage", "progress", "note", "evaluation"), lambda *args: None)
         self.run, self.recipe, self.state = run, RECIPE, state
+        self._spent_s = 0.0
         self.view: Any = SimpleNamespace(**nothing)
         self.runtime: Any = SimpleNamespace(heldout=PROBLEMS, runner=runner)
 

@@ -306,7 +306,8 @@ async def conclude(
         if stop is StopReason.ANSWERED and not answer.complete:
             stop = StopReason.NO_ANSWER
         read = replace(trajectory, stop=stop, answer=answer.text, answer_tags=answer.count)
-        return replace(read, format_penalty=_penalty(environment.format_penalty(read)))
+        penalty = _penalty(environment.format_penalty(read))
+        return replace(read, format_penalty=penalty) if penalty else read
 
     async def grade(trajectory: Trajectory) -> Trajectory:
         work = episode.reward(trajectory, agent.reward_deadline_s)

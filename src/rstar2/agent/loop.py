@@ -62,6 +62,7 @@ from rstar2.types import (
     Failure,
     Finish,
     Generation,
+    Message,
     Problem,
     Sampling,
     StopReason,
@@ -112,8 +113,16 @@ class AgentLoop:
 
         Without `graded` the environment is not asked for a reward.
         """
-        blank = Trajectory(id, problem.id, group_id, seed, (), (), StopReason.ENVIRONMENT_FAILED)
-        blank = replace(blank, started_at=time.time())
+        blank = Trajectory(
+            id=id,
+            problem_id=problem.id,
+            group_id=group_id,
+            seed=seed,
+            prompt_ids=(),
+            turns=(),
+            stop=StopReason.ENVIRONMENT_FAILED,
+            started_at=time.time(),
+        )
         clock = time.perf_counter()
         opening = open_episode(
             self.environment,
@@ -146,6 +155,17 @@ class AgentLoop:
                 )
         except EpisodeError as error:
             return replace(blank, failure=error.failure, wall_s=time.perf_counter() - clock)
+
+
+@dataclass(slots=True)
+class _AfterTurn:
+    """What follows a turn."""
+
+    stop: StopReason | None
+    """Why the rollout ends with the turn; None if it does not."""
+    results: tuple[ToolResult, ...] = ()
+    reply: tuple[Message, ...] = ()
+    response_ids: tuple[int, ...] = ()
 
 
 class _TokenLoop:
@@ -211,44 +231,48 @@ class _TokenLoop:
             generate_s=generated - started,
             cached_tokens=generation.cached_tokens,
         )
-        turn, stop = await self._continue(index, turn)
-        turn = replace(turn, tools_s=time.perf_counter() - generated)
+        after = await self._continue(index, turn)
+        turn = replace(
+            turn,
+            results=after.results,
+            reply=after.reply,
+            response_ids=after.response_ids,
+            tools_s=time.perf_counter() - generated,
+        )
         self.turns.append(turn)
         self._extend(id_array(turn.sampled_ids), id_array(turn.response_ids))
-        return stop
+        return after.stop
 
-    async def _continue(self, index: int, turn: Turn) -> tuple[Turn, StopReason | None]:
-        """Run the calls of a turn, or ask for a reply; the turn with what follows it."""
+    async def _continue(self, index: int, turn: Turn) -> _AfterTurn:
+        """Run the calls of a turn, or ask for a reply."""
         last_turn = index + 1 >= self.spec.max_turns
         if turn.finish is Finish.CANCELLED:
             self.failure = Failure("cancelled", "the engine cancelled the request")
-            return turn, StopReason.CANCELLED
+            return _AfterTurn(StopReason.CANCELLED)
         stop = stop_before_calls(turn.finish, turn.calls, last_turn=last_turn)
         if stop is not None:
-            return turn, stop
+            return _AfterTurn(stop)
         if turn.calls:
             results: list[ToolResult] = []
             stop = await self.calls.run(index, turn.calls, results)
             self.failure = self.calls.failure
-            turn = replace(turn, results=tuple(results))
-            return (turn, stop) if stop is not None else self._respond(turn)
+            after = _AfterTurn(stop, results=tuple(results))
+            return after if stop is not None else self._respond(turn, after)
         return await self._reply(index, turn, last_turn=last_turn)
 
-    async def _reply(
-        self, index: int, turn: Turn, *, last_turn: bool
-    ) -> tuple[Turn, StopReason | None]:
+    async def _reply(self, index: int, turn: Turn, *, last_turn: bool) -> _AfterTurn:
         try:
             reply = await ask_reply(self.episode, (*self.turns, turn), self.agent)
         except EpisodeError as error:
             self.failure = error.failure
-            return turn, StopReason.ENVIRONMENT_FAILED
+            return _AfterTurn(StopReason.ENVIRONMENT_FAILED)
         if reply is None:
-            return turn, StopReason.ANSWERED
+            return _AfterTurn(StopReason.ANSWERED)
         if last_turn:
-            return turn, StopReason.MAX_TURNS
+            return _AfterTurn(StopReason.MAX_TURNS)
         if self.observer is not None:
             self.observer(Replied(index, reply_text(reply)))
-        return self._respond(replace(turn, reply=reply))
+        return self._respond(turn, _AfterTurn(None, reply=reply))
 
     async def _generate(self, index: int) -> Generation:
         return await sample_turn(
@@ -262,20 +286,22 @@ class _TokenLoop:
             deadline_s=self.agent.generate_deadline_s,
         )
 
-    def _respond(self, turn: Turn) -> tuple[Turn, StopReason | None]:
+    def _respond(self, turn: Turn, after: _AfterTurn) -> _AfterTurn:
         """Append the tool responses or the reply, if there is room for another token after it."""
         limit = self.agent.response_tokens
         closed = turn.sampled_ids[-1] in self.template.stop_ids
-        if turn.reply:
-            text = reply_text(turn.reply)
+        if after.reply:
+            text = reply_text(after.reply)
             response = self.template.follow_up(text, limit=limit, closed=closed)
         else:
-            response = self.template.response(turn.results, turn.calls, limit=limit, closed=closed)
+            response = self.template.response(after.results, turn.calls, limit=limit, closed=closed)
         total = len(self.ids) + len(turn.sampled_ids) + len(response.ids)
         if total >= self.spec.max_length:
-            return turn, StopReason.MAX_LENGTH
+            after.stop = StopReason.MAX_LENGTH
+            return after
         self.text.append(response.text)
-        return replace(turn, response_ids=response.ids), None
+        after.response_ids = response.ids
+        return after
 
     def _extend(self, sampled: TokenArray[int], response: TokenArray[int]) -> None:
         """Append to the ids, never rewrite them: the next prompt has this one as its prefix."""

@@ -29,6 +29,7 @@ from rstar2.engine.openai import ChatReply, OnText
 from rstar2.environments.base import EnvironmentProtocol, SandboxClient
 from rstar2.environments.load import load_environment
 from rstar2.environments.open import open_environment
+from rstar2.malloc import rare_collections
 from rstar2.rollout.fleet import Fleet
 from rstar2.rollout.groups import GroupRunner
 from rstar2.rollout.scheduler import Scheduler
@@ -248,7 +249,8 @@ async def open_fleet(
         for engine, load in zip(engines, loads, strict=True):
             fleet.join(engine.name, load.version)
         loop = AgentLoop(environment, fleet, tools, template, recipe.agent)
-        yield FleetAnswerer(GroupRunner(loop))
+        with rare_collections():
+            yield FleetAnswerer(GroupRunner(loop))
 
 
 @asynccontextmanager

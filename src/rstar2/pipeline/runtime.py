@@ -43,6 +43,7 @@ from rstar2.errors import (
 )
 from rstar2.files import replacing_directory
 from rstar2.learner.tolerance import ROUNDING_TEXTS, MeasuredTolerance
+from rstar2.malloc import rare_collections
 from rstar2.pipeline.export import trained_prompt
 from rstar2.plan.share import beside_learner
 from rstar2.rollout.fleet import Fleet
@@ -417,7 +418,8 @@ async def open_runtime(
                 notify=notify,
             )
             try:
-                yield runtime
+                with rare_collections():
+                    yield runtime
             finally:
                 try:
                     await runtime.close()

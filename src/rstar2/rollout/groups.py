@@ -50,7 +50,7 @@ class GroupRunner:
             )
             if trajectory.failure is None:
                 break
-        return replace(trajectory, attempts=attempt)
+        return trajectory if attempt == 1 else replace(trajectory, attempts=attempt)
 
     async def _attempt(
         self, problem: Problem, *, id: str, group_id: str, seed: int, spec: RolloutSpec
