@@ -49,7 +49,9 @@ class Killer(QuietView):
 
     def progress(self, done: int, total: int, unit: str = "rollouts") -> None:
         if self.kind in ("step", "term") and self.where == f"{self.at}:{self.done + 1}":
-            os.kill(os.getpid(), signal.SIGTERM if self.kind == "term" else signal.SIGKILL)
+            number = signal.SIGTERM if self.kind == "term" else signal.SIGKILL
+            self.kind = ""  # once: a second signal would interrupt the saving
+            os.kill(os.getpid(), number)
 
     def note(self, text: str) -> None:
         sys.stderr.write(f"{text}\n")
