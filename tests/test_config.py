@@ -295,6 +295,9 @@ def test_too_little_memory_is_refused_naming_the_largest_part() -> None:
         check_memory(recipe, TINY, available=16 << 30)
     assert "engine.kv_tokens" in str(caught.value).splitlines()[1]
     assert sum(memory_estimate(tiny(), TINY).values()) < 4 << 30
+    weights = "weights of 2 engine(s)"
+    coarse = memory_estimate(tiny("model.dtype=bfloat16"), TINY)
+    assert coarse[weights] == memory_estimate(tiny(), TINY)[weights], "plain and packed"
 
 
 def test_missing_or_too_little_data_is_refused(tmp_path: Path) -> None:

@@ -259,6 +259,7 @@ def memory_estimate(recipe: Recipe, size: ModelSize) -> dict[str, int]:
     """Bytes by component, for a run with engines and learner on this machine."""
     width = 4 if recipe.model.dtype == "float32" else 2
     engine, learner, shape = recipe.engine, recipe.learner, size.shape
+    engine_width = 4 if engine.kind == "embedded" else width  # bfloat16 is kept plain and packed
     tokens = learner.tokens_per_microbatch
     kept_per_layer = 1 if learner.activation_checkpointing else 16
     return {
@@ -268,7 +269,7 @@ def memory_estimate(recipe: Recipe, size: ModelSize) -> dict[str, int]:
             else size.parameters * (4 if learner.dtype == "float32" else 2)
             + 16 * shape.adapter_parameters(learner.lora.rank, learner.lora.targets)
         ),
-        f"weights of {engine.count} engine(s)": engine.count * size.parameters * width,
+        f"weights of {engine.count} engine(s)": engine.count * size.parameters * engine_width,
         f"engine.count x engine.kv_tokens = {engine.count} x {engine.kv_tokens}": (
             engine.count * engine.kv_tokens * shape.kv_numbers * width
         ),
