@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -56,6 +57,35 @@ def engine(tmp_path: Path, name: str) -> Iterator[tuple[subprocess.Popen[str], i
             yield process, json.loads(process.stdout.readline())[0]
         finally:
             process.kill()
+
+
+@pytest.mark.slow
+def test_a_request_that_waits_is_refused_when_the_router_stops() -> None:
+    command = [sys.executable, "-m", "rstar2", "route", "--port", "0", "http://127.0.0.1:9"]
+    with (
+        subprocess.Popen(
+            command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as router,
+        ThreadPoolExecutor() as threads,
+    ):
+        try:
+            assert router.stdout is not None
+            assert router.stderr is not None
+            url = router.stdout.readline().strip()
+            with httpx.Client(base_url=url, timeout=60) as client:
+                body = {"token_ids": [1], "sampling_params": {"max_tokens": 8}}
+                answer = threads.submit(client.post, "/inference/v1/generate", json=body)
+                while "rstar2_router_waiting 1" not in httpx.get(f"{url}/metrics").text:
+                    pass
+                router.terminate()
+                said = router.stderr.read()
+                refused = answer.result(60)
+            assert refused.status_code == 502
+            assert refused.json()["error"]["message"] == "the router is stopping"
+            assert router.wait(60) == 0, said
+            assert "Traceback" not in said
+        finally:
+            router.kill()
 
 
 @pytest.mark.slow

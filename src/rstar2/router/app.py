@@ -138,14 +138,22 @@ class RouterApp:
             await _unless_disconnected(work, request)
         except ClientDisconnect:
             return
+        except asyncio.CancelledError:  # it has outlasted STOP_S
+            await self._fail(EngineError("the router is stopping"), answer, request, send)
         except RstarError as error:
-            if not answer.started:
-                await failure_response(error)(request.scope, request.receive, send)
-            elif answer.streams:
-                event = f"data: {json.dumps(error_body(str(error), error.name))}\n\n"
-                await answer.part(event.encode(), more=False)
-            else:
-                raise
+            await self._fail(error, answer, request, send)
+
+    async def _fail(
+        self, error: RstarError, answer: _ClientAnswer, request: Request, send: Send
+    ) -> None:
+        """Tell the client; an answer that has begun and is no stream can only break off."""
+        if not answer.started:
+            await failure_response(error)(request.scope, request.receive, send)
+        elif answer.streams:
+            event = f"data: {json.dumps(error_body(str(error), error.name))}\n\n"
+            await answer.part(event.encode(), more=False)
+        else:
+            raise error
 
 
 async def _unless_disconnected(work: asyncio.Task[None], request: Request) -> None:
@@ -281,6 +289,7 @@ async def serve(
         await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         waiting.cancel()
+        router.refuse_waiting()
         server.should_exit = True
         await asyncio.wait({serving}, timeout=2 * STOP_S)
         await router.close()

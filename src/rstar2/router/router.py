@@ -117,6 +117,12 @@ class Router:
             asyncio.ensure_future(self._watch(backend)) for backend in self.backends.values()
         ]
 
+    def refuse_waiting(self) -> None:
+        """The router stops: requests that no server has taken yet fail now."""
+        for future in self._placed.values():
+            if not future.done():
+                future.set_exception(EngineError("the router is stopping"))
+
     async def close(self) -> None:
         """Stop watching, and close all connections."""
         for task in self._watches:
