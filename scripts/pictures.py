@@ -122,7 +122,8 @@ def replay(run: Path, screen: Console) -> LiveView:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     now = [rows[0]["time"]]
     view = LiveView(Console(file=io.StringIO()), clock=lambda: now[0])
-    view.open(recipe, run)
+    with tempfile.TemporaryDirectory() as new:  # in a run that begins, nothing is recorded yet
+        view.open(recipe, Path(new))
     evaluations = read_evaluations(run)
     current = ""
     for row in rows:
