@@ -52,6 +52,12 @@ def test_the_rule(mean: float, half: float, p: float, expect: str, word: str) ->
     assert decide(test, p, expect, smallest=0.02, alpha=0.05) == word
 
 
+def test_arms_that_are_equal_in_every_seed_settle_nothing() -> None:
+    """A setting that never acted was not tested."""
+    test = t_test([0.0] * 8)
+    assert decide(test, test.p, "greater", smallest=0.02, alpha=0.05) == "open"
+
+
 def test_one_word_for_several_contrasts() -> None:
     assert combine(["confirmed", "confirmed"]) == "confirmed"
     assert combine(["confirmed", "open"]) == "mixed"

@@ -88,7 +88,7 @@ def test_ngram_penalty_scales_repetitive_successes_only(
 ) -> None:
     loop = tuple([5, 6] * 30)
     made = group([trajectory(0, 1.0, (), sampled=loop), trajectory(1, 0.0, (), sampled=loop)])
-    share = repeated_share(made.trajectories[0])
+    share = repeated_share(made.trajectories[0], 20)
     assert share == pytest.approx(39 / 41)
     first, second = make_batch(0, [pair(made)], LossConfig(ngram_penalty=0.5)).samples
     assert (first.advantage, second.advantage) == pytest.approx((1 - 0.5 * share, -1.0))

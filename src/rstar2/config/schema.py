@@ -175,6 +175,8 @@ class LossConfig(Section):
     """Ablation only: exclude truncated rollouts from the loss (harmful, says the paper)."""
     ngram_penalty: float = Field(0.0, ge=0)
     """Ablation only: down-weight repeated n-grams (harmful, says the paper)."""
+    ngram_tokens: int = Field(20, ge=2)
+    """Sampled tokens in a row that `ngram_penalty` counts as repetition when they occur again."""
 
 
 class RewardConfig(Section):

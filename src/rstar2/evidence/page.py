@@ -157,9 +157,15 @@ def _expected(claim: Claim, findings: Sequence[Finding]) -> str:
         metric = claim.metrics[contrast.metric]
         lines.append(
             f"| {contrast.title}: {_weights(contrast)} | {metric.title} | {contrast.expect} than 0 "
-            f"| {_test_cells(finding, metric)} | {finding.word or 'not yet'} |"
+            f"| {_test_cells(finding, metric)} | {_word(finding)} |"
         )
     return "\n".join(lines)
+
+
+def _word(finding: Finding) -> str:
+    if finding.test.count > 1 and finding.test.mean == finding.test.sd == 0.0:
+        return "open: equal in every seed, so what differs never acted"
+    return finding.word or "not yet"
 
 
 def _controls(claim: Claim, verdict: Verdict) -> str:
@@ -231,7 +237,8 @@ def _rule(claim: Claim) -> str:
         f"The p-values of the {tests} primary contrasts are corrected by Holm's method at "
         f"{claim.alpha:g}. *Confirmed*: significant, with the expected sign. *Refuted*: "
         "significant with the other sign, or the 95% interval excludes the smallest effect that "
-        f"matters ({smallest}). *Open*: anything else, or a control that shows a difference.\n\n"
+        f"matters ({smallest}). *Open*: anything else, arms that are equal in every "
+        "seed, or a control that shows a difference.\n\n"
         f"Power: an effect of {plan.effect:g} with a standard deviation of {plan.sd:g} over seeds "
         f"({plan.source}) is found with probability {chance:.2f} by {claim.seeds} seeds."
     )

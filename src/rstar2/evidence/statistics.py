@@ -62,8 +62,10 @@ def decide(
 
     confirmed: significant after correction, with the predicted sign
     refuted: significant with the opposite sign, or the interval excludes an effect of `smallest`
-    open: anything else
+    open: anything else; also arms that are equal in every seed, because what differs never acted
     """
+    if test.mean == test.sd == 0.0:
+        return "open"
     sign = -1.0 if expect == "less" else 1.0
     if adjusted_p < alpha:
         return "confirmed" if sign * test.mean > 0 else "refuted"

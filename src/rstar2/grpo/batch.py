@@ -19,9 +19,6 @@ from rstar2.types import Batch, Group, Sample, Selection, Trajectory
 if TYPE_CHECKING:  # other trainers use this package without pydantic
     from rstar2.config import LossConfig, RocConfig
 
-NGRAM = 20
-"""Sampled tokens in a row that count as repetition when they occur again."""
-
 
 def resample_groups(
     groups: Iterable[Group], config: RocConfig, seed: int, *, tool_errors: float = 0.0
@@ -62,7 +59,8 @@ def _samples(group: Group, selection: Selection, loss: LossConfig, name: str) ->
         if not all(segment.prompt_ids for segment in trajectory.segments):
             raise InvariantError(f"trajectory {trajectory.id} has no prompt to condition on")
         if loss.ngram_penalty and advantage > 0:
-            advantage *= max(0.0, 1.0 - loss.ngram_penalty * repeated_share(trajectory))
+            repeated = repeated_share(trajectory, loss.ngram_tokens)
+            advantage *= max(0.0, 1.0 - loss.ngram_penalty * repeated)
         for number, segment in enumerate(trajectory.segments):
             if segment.sampled_tokens:
                 yield Sample(
@@ -76,14 +74,14 @@ def _samples(group: Group, selection: Selection, loss: LossConfig, name: str) ->
                 )
 
 
-def repeated_share(trajectory: Trajectory) -> float:
-    """Share of a rollout's runs of NGRAM sampled tokens that occurred earlier in the rollout."""
+def repeated_share(trajectory: Trajectory, length: int) -> float:
+    """Share of a rollout's runs of `length` sampled tokens that occurred earlier in the rollout."""
     seen: set[tuple[int, ...]] = set()
     total = repeated = 0
     for turn in (turn for segment in trajectory.segments for turn in segment.turns):
         ids = tuple(turn.sampled_ids)
-        for start in range(len(ids) - NGRAM + 1):
-            gram = ids[start : start + NGRAM]
+        for start in range(len(ids) - length + 1):
+            gram = ids[start : start + length]
             total += 1
             repeated += gram in seen
             seen.add(gram)
