@@ -86,28 +86,12 @@ def train_ours(model: Path, steps: int, seed: int, out: Path) -> dict[str, float
     }
 
 
-def train_trl(
-    model: Path, steps: int, seed: int, out: Path, *, tools: bool, length: int | None
-) -> dict[str, float]:
-    """Train with TRL for as many batches of rollouts."""
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl.chat_template_utils import qwen3_template
+def trl_config(out: Path, steps: int, seed: int, length: int | None) -> Any:
+    """TRL's settings for as many rollouts and optimizer steps as ours; `length` forces lengths."""
     from trl.trainer.grpo_config import GRPOConfig
-    from trl.trainer.grpo_trainer import GRPOTrainer
 
-    from rstar2 import CodeEnvError, Sandbox
-    from rstar2.problems.load import load_problems
-    from rstar2.tool_text import tool_text
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    tokenizer.response_template = qwen3_template  # our chat template has Qwen3's tool calls
-    problems = load_problems("arithmetic", "train", count=512, seed=seed)
-    rows = [
-        {"prompt": [{"role": "user", "content": p.prompt}], "answer": p.answer} for p in problems
-    ]
     forced = {"min_new_tokens": length, "max_new_tokens": length} if length else {}
-    config = GRPOConfig(
+    return GRPOConfig(
         output_dir=str(out),
         seed=seed,
         max_steps=MINIBATCHES * steps,
@@ -128,6 +112,28 @@ def train_trl(
         save_strategy="no",
         disable_tqdm=True,
     )
+
+
+def train_trl(
+    model: Path, steps: int, seed: int, out: Path, *, tools: bool, length: int | None
+) -> dict[str, float]:
+    """Train with TRL for as many batches of rollouts."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl.chat_template_utils import qwen3_template
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    from rstar2 import CodeEnvError, Sandbox
+    from rstar2.problems.load import load_problems
+    from rstar2.tool_text import tool_text
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    tokenizer.response_template = qwen3_template  # our chat template has Qwen3's tool calls
+    problems = load_problems("arithmetic", "train", count=512, seed=seed)
+    rows = [
+        {"prompt": [{"role": "user", "content": p.prompt}], "answer": p.answer} for p in problems
+    ]
+    config = trl_config(out, steps, seed, length)
 
     def correct(completions: Any, answer: list[str], **_: Any) -> list[float | None]:
         texts = [messages[-1].get("content") or "" for messages in completions]

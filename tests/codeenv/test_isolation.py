@@ -15,7 +15,8 @@ from rstar2.codeenv.jail import frames, seccomp, syscalls
 from rstar2.codeenv.jail.frames import Record, WorkerReply, WorkerRequest
 from rstar2.codeenv.jail.running_call import RunningCall
 from rstar2.codeenv.server import probe
-from rstar2.codeenv.server.executor import build_result, clip, effective_limits
+from rstar2.codeenv.server.executor import build_result, clip
+from rstar2.config.codeenv import effective_limits
 from rstar2.errors import IsolationError
 from rstar2.types import Limits, Outcome
 

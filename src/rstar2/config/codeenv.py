@@ -3,6 +3,7 @@ import nothing else of the recipe, and start a fifth of a second earlier."""
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -79,3 +80,23 @@ class CodeEnvConfig(Section):
         output_chars=1_000_000,
     )
     """The highest limits that a call may ask for."""
+
+
+@functools.lru_cache(maxsize=256)
+def effective_limits(asked: Limits, default: Limits, cap: Limits) -> Limits:
+    """Every limit set: what was asked or the default, never above the server's cap."""
+
+    def pick(name: str) -> float:
+        wanted = getattr(asked, name)
+        value = getattr(default, name) if wanted is None else wanted
+        return min(float(value), float(getattr(cap, name)))
+
+    return Limits(
+        wall_s=float(pick("wall_s")),
+        cpu_s=float(pick("cpu_s")),
+        memory_mb=int(pick("memory_mb")),
+        processes=int(pick("processes")),
+        file_mb=int(pick("file_mb")),
+        scratch_mb=int(pick("scratch_mb")),
+        output_chars=int(pick("output_chars")),
+    )

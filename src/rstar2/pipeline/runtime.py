@@ -22,13 +22,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from rstar2.agent.exported import exported_tokenizer
 from rstar2.agent.loop import AgentLoop
 from rstar2.agent.template import Template
 from rstar2.codeenv.client.client import CodeEnvClient
-from rstar2.config import OptimizerConfig, Recipe, SchedulerConfig
+from rstar2.config import Recipe, SchedulerConfig
 from rstar2.descriptors import raise_descriptor_limit
 from rstar2.engine.base import Engine
 from rstar2.engine.make import make_engines
@@ -38,13 +38,12 @@ from rstar2.errors import (
     DeadlineError,
     EngineError,
     InfrastructureError,
-    RecipeError,
     WeightUpdateError,
 )
-from rstar2.files import replacing_directory
 from rstar2.learner.tolerance import ROUNDING_TEXTS, MeasuredTolerance
 from rstar2.malloc import rare_collections
 from rstar2.pipeline.export import trained_prompt
+from rstar2.pipeline.model import find_model, load_model
 from rstar2.plan.share import beside_learner
 from rstar2.rollout.fleet import Fleet
 from rstar2.rollout.groups import GroupRunner
@@ -66,7 +65,6 @@ R = TypeVar("R")
 Notify = Callable[..., None]
 """Records an event of a part: its name, and facts by keyword."""
 
-TINY, SMOLLM2 = "tiny", "smollm2"
 PROBE_TOKENS = 64
 PUBLISH_ATTEMPTS = 3
 NO_ENGINE_S = 900.0
@@ -439,54 +437,6 @@ async def _open_cluster(recipe: Recipe, notify: Notify) -> AsyncIterator[RayClus
 
     async with open_ray_cluster(recipe, notify) as cluster:
         yield cluster
-
-
-def find_model(recipe: Recipe, directory: Path) -> Path | str:
-    """The directory or hub id of the initial policy; `tiny` and `smollm2` are made here."""
-    if recipe.model.path not in (TINY, SMOLLM2):
-        return recipe.model.path
-    from rstar2.learner.smollm2 import make_smollm2
-    from rstar2.learner.tiny import make_tiny
-
-    path = directory / "model"
-    if not path.exists():
-        with replacing_directory(path) as temporary:
-            if recipe.model.path == TINY:
-                make_tiny(temporary, recipe.seed)
-            else:
-                make_smollm2(temporary)
-    return path
-
-
-def load_model(
-    recipe: Recipe, model_dir: Path | str, cluster: RayCluster | None = None
-) -> tuple[PreTrainedTokenizerFast, LearnerGroup]:
-    """The tokenizer, and a learner with the initial weights."""
-    import torch
-    from transformers import AutoTokenizer
-
-    from rstar2.learner.group import LearnerGroup
-
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
-    except (OSError, ValueError) as error:
-        raise RecipeError(
-            f"model.path={str(model_dir)!r}: no tokenizer found there: {error}"
-        ) from error
-    optimizer: OptimizerConfig = recipe.sft.optimizer if recipe.sft else recipe.rl.optimizer
-    if recipe.deterministic:
-        torch.use_deterministic_algorithms(True)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    learner = LearnerGroup(
-        model_dir,
-        recipe.learner,
-        optimizer,
-        total_steps=1,
-        seed=recipe.seed,
-        device=device,
-        ranks=None if cluster is None else cluster.ranks(),
-    )
-    return tokenizer, learner
 
 
 def scheduling(recipe: Recipe) -> SchedulerConfig:

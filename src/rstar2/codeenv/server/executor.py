@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import functools
 import itertools
 import json
 import logging
@@ -44,6 +43,7 @@ from rstar2.codeenv.server.sessions import Sessions, memory_kill
 from rstar2.codeenv.server.workers import WorkerPool
 from rstar2.codeenv.server.zygotes import WorkerLostError
 from rstar2.config import CodeEnvConfig
+from rstar2.config.codeenv import effective_limits
 from rstar2.errors import CodeEnvError, DeadlineError, IsolationError, UserError
 from rstar2.machine import usable_cores
 from rstar2.types import Limits, Outcome, ToolResult, Truncation
@@ -317,26 +317,6 @@ class WorkerExecutor:
             return await self._sessions.run(session, header, parts, deadline)
 
         return attempt
-
-
-@functools.lru_cache(maxsize=256)
-def effective_limits(asked: Limits, default: Limits, cap: Limits) -> Limits:
-    """Every limit set: what was asked or the default, never above the server's cap."""
-
-    def pick(name: str) -> float:
-        wanted = getattr(asked, name)
-        value = getattr(default, name) if wanted is None else wanted
-        return min(float(value), float(getattr(cap, name)))
-
-    return Limits(
-        wall_s=float(pick("wall_s")),
-        cpu_s=float(pick("cpu_s")),
-        memory_mb=int(pick("memory_mb")),
-        processes=int(pick("processes")),
-        file_mb=int(pick("file_mb")),
-        scratch_mb=int(pick("scratch_mb")),
-        output_chars=int(pick("output_chars")),
-    )
 
 
 def _handed_over(header: WorkerRequest, answer: WorkerAnswer) -> str | None:
