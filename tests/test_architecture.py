@@ -17,7 +17,7 @@ LAYERS = (
         *("types", "errors", "seeds", "machine", "malloc"),
         *("files", "child", "model_config", "extras", "plugins"),
         *("paper_format", "tasks", "tool_text", "descriptors", "http_client"),
-        "token_arrays",
+        *("token_arrays", "http_server"),
     },
     {"config", "record", "track"},
     {

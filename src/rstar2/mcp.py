@@ -49,10 +49,11 @@ from rstar2.codeenv.client import CodeEnvClient, CodeSession
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.codeenv.server.app import Receive, Scope, Send, authorized, send_unauthorized
 from rstar2.codeenv.server.connections import HttpServer, connection_bound
-from rstar2.codeenv.server.serve import StopSignal, bind, check_exposure, http_config, url_of
+from rstar2.codeenv.server.serve import StopSignal, check_exposure, http_config, url_of
 from rstar2.config import CodeEnvConfig
 from rstar2.config.codeenv import LOOPBACK
 from rstar2.errors import CodeEnvError, RstarError, UserError
+from rstar2.http_server import bind
 from rstar2.tool_text import tool_text
 from rstar2.types import Limits, Outcome, ToolResult
 
@@ -355,7 +356,7 @@ async def serve_http(
         tools.server(), security_settings=_browser_guard(config), session_idle_timeout=session_ttl_s
     )
     stop = StopSignal()
-    with bind(config) as sock, stop.on_signals():
+    with bind(config.host, config.port) as sock, stop.on_signals():
         server = HttpServer(
             http_config(McpApp(tools, manager, config.token)), connection_bound(config.connections)
         )

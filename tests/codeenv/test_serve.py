@@ -11,9 +11,10 @@ import pytest
 
 from rstar2.codeenv.client.client import CodeEnvClient
 from rstar2.codeenv.client.owned import LocalServer
-from rstar2.codeenv.server.serve import bind, check_exposure, serve
+from rstar2.codeenv.server.serve import check_exposure, serve
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError, UserError
+from rstar2.http_server import bind
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
@@ -29,18 +30,18 @@ def test_loopback_needs_none(host: str) -> None:
 
 
 def test_a_taken_port_is_one_clear_error() -> None:
-    with bind(CodeEnvConfig()) as taken, pytest.raises(UserError, match="port"):
-        bind(CodeEnvConfig(port=taken.getsockname()[1]))
+    with bind("127.0.0.1", 0) as taken, pytest.raises(UserError, match="port"):
+        bind("127.0.0.1", taken.getsockname()[1])
 
 
 def test_a_host_that_is_not_ours_is_one_clear_error() -> None:
     with pytest.raises(UserError, match=r"192\.0\.2\.1"):
-        bind(CodeEnvConfig(host="192.0.2.1", token="secret"))
+        bind("192.0.2.1", 0)
 
 
 def test_the_listening_socket_names_its_protocol() -> None:
     """Else asyncio leaves Nagle's delay on, and every small answer takes 40 ms."""
-    with bind(CodeEnvConfig()) as sock:
+    with bind("127.0.0.1", 0) as sock:
         assert sock.proto == socket.IPPROTO_TCP
 
 
@@ -49,7 +50,7 @@ async def test_the_executor_is_not_started_when_the_port_is_taken() -> None:
         def __getattr__(self, name: str) -> object:
             raise AssertionError(f"{name} was used")
 
-    with bind(CodeEnvConfig()) as taken:
+    with bind("127.0.0.1", 0) as taken:
         config = CodeEnvConfig(port=taken.getsockname()[1])
         with pytest.raises(UserError, match="port"):
             await serve(config, on_ready=lambda ready: None, executor=Untouchable())  # type: ignore[arg-type]
@@ -57,7 +58,7 @@ async def test_the_executor_is_not_started_when_the_port_is_taken() -> None:
 
 @pytest.mark.slow
 async def test_an_owner_gets_the_error_of_a_server_that_cannot_start() -> None:
-    with bind(CodeEnvConfig()) as taken:
+    with bind("127.0.0.1", 0) as taken:
         config = CodeEnvConfig(port=taken.getsockname()[1])
         with pytest.raises(UserError, match="port"):
             await CodeEnvClient.start(config)

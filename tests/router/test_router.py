@@ -14,8 +14,9 @@ import pytest
 import uvicorn
 
 from rstar2.config import SchedulerConfig
+from rstar2.http_server import SignalFreeServer, bind
 from rstar2.router import backend as backend_module
-from rstar2.router.app import RouterApp, RouterServer, bind
+from rstar2.router.app import RouterApp
 from rstar2.router.backend import Backend
 from rstar2.router.router import Router, RouterLimits
 from tests.router.scripted_vllm import ScriptedVllm
@@ -65,7 +66,7 @@ async def routed(
     router = Router([Backend(s.url, 64) for s in servers], config, limits, poll_s=0.01)
     app = RouterApp(router, session_header="x-session-id", key=key)
     with bind("127.0.0.1", 0) as sock:
-        server = RouterServer(
+        server = SignalFreeServer(
             uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
         )
         await router.start()

@@ -75,7 +75,8 @@ def route(
     config, key = _scheduler_config(policy), _key(key_file)
     with waiting("loading the router"):
         from rstar2.descriptors import raise_descriptor_limit
-        from rstar2.router.app import RouterApp, bind, serve
+        from rstar2.http_server import bind
+        from rstar2.router.app import RouterApp, serve
         from rstar2.router.router import Router, RouterLimits
 
     backends = _backends(urls, max_sequences, exposed=host not in LOOPBACK and key is None)

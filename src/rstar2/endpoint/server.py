@@ -29,7 +29,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -56,6 +56,7 @@ from rstar2.endpoint.chat import (
 from rstar2.endpoint.segments import ChatMessage, ChatPrompt, RolloutTokens, cut_at_stop
 from rstar2.engine.base import Generator
 from rstar2.errors import DeadlineError, EngineError, InfrastructureError, InvariantError
+from rstar2.http_server import SignalFreeServer
 from rstar2.seeds import derive_seed
 from rstar2.types import Failure, Finish, Generation, StopReason, Turn
 
@@ -201,14 +202,6 @@ def _finish_reason(message: ChatMessage, finish: Finish) -> str:
 # --------------------------------------------------------------------------- HTTP
 
 
-class _InProcessServer(uvicorn.Server):
-    """A server inside a program that handles its signals itself."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 def new_secret() -> str:
     """The part of a base URL that cannot be guessed."""
     return secrets.token_urlsafe(24)
@@ -223,7 +216,7 @@ class EndpointServer:
         self._running: dict[str, set[asyncio.Task[Any]]] = {}
         self._url = ""
         self._socket: socket.socket | None = None
-        self._server: _InProcessServer | None = None
+        self._server: SignalFreeServer | None = None
         self._serving: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -256,7 +249,7 @@ class EndpointServer:
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(STOP_DEADLINE_S),
         )
-        self._server = _InProcessServer(config)
+        self._server = SignalFreeServer(config)
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
         try:
             async with asyncio.timeout(START_DEADLINE_S):

@@ -248,16 +248,7 @@ class VllmEngine:
         """Current load of the server."""
         capacity = self.capacity()
         gauges = await self.client.gauges(CONTROL_DEADLINE_S)
-        return EngineLoad(
-            kv_used=round(gauges.used_share * capacity.kv_tokens),
-            running=gauges.running,
-            waiting=gauges.waiting,
-            preemptions=gauges.preemptions,
-            version=self._version,  # generations prove it: each token carries its version
-            steps=gauges.steps,
-            decoded=gauges.decoded,
-            prefilled=gauges.prefilled,
-        )
+        return gauges.load(capacity.kv_tokens, self._version)
 
     # ------------------------------------------------------------------ weights
 

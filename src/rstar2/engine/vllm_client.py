@@ -22,7 +22,7 @@ from rstar2.engine.vllm_plugin import HELD_WEIGHTS
 from rstar2.engine.vllm_weights import all_workers
 from rstar2.errors import EngineError, UserError
 from rstar2.http_client import Address
-from rstar2.types import Finish, Generation, Sampling, VersionSpan
+from rstar2.types import EngineLoad, Finish, Generation, Sampling, VersionSpan
 
 SHOWN_CHARS = 500
 _GAUGES = (
@@ -118,6 +118,19 @@ class ServerGauges:
     decoded: int
     prefilled: int
     """Prompt tokens computed, without those from the prefix cache."""
+
+    def load(self, kv_tokens: int, version: int) -> EngineLoad:
+        """The load of a server with this KV cache and these weights."""
+        return EngineLoad(
+            kv_used=round(self.used_share * kv_tokens),
+            running=self.running,
+            waiting=self.waiting,
+            preemptions=self.preemptions,
+            version=version,
+            steps=self.steps,
+            decoded=self.decoded,
+            prefilled=self.prefilled,
+        )
 
 
 # --------------------------------------------------------------------------- the client

@@ -23,12 +23,11 @@ After its beginning, a stream that fails ends with such an error as its last eve
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import json
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from urllib.parse import unquote
 
 import uvicorn
@@ -37,6 +36,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from rstar2.errors import DeadlineError, EngineError, InfrastructureError, RstarError, UserError
+from rstar2.http_server import SignalFreeServer
 from rstar2.router.router import EVENT_STREAM, Router
 from rstar2.router.turns import TURN_PATHS, read_turn
 
@@ -240,39 +240,13 @@ def metrics_text(router: Router) -> str:
 # --------------------------------------------------------------------------- lifecycle
 
 
-class RouterServer(uvicorn.Server):
-    """uvicorn without its signal handlers: `serve` decides the order of shutdown."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; raises UserError if the address cannot be used."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-        sock.listen(4096)
-    except OSError as error:
-        sock.close()
-        raise UserError(
-            f"--port: cannot listen on {host}:{port} ({error.strerror or error}); choose another "
-            "(0 takes a free one), or stop the process that uses it"
-        ) from error
-    sock.setblocking(False)
-    return sock
-
-
 async def serve(
     router: Router, app: RouterApp, sock: socket.socket, on_ready: Callable[[], None]
 ) -> None:
     """Route until SIGINT or SIGTERM; running requests then have STOP_S to end."""
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
-    server = RouterServer(
+    server = SignalFreeServer(
         uvicorn.Config(
             app, log_config=None, log_level="error", access_log=False, lifespan="off", ws="none",
             server_header=False, timeout_keep_alive=KEEP_ALIVE_S,

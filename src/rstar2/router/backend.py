@@ -56,16 +56,7 @@ class Backend:
     async def load(self) -> EngineLoad:
         """Its current load."""
         gauges = await self._client.gauges(CONTROL_S)
-        return EngineLoad(
-            kv_used=round(gauges.used_share * self.kv_tokens),
-            running=gauges.running,
-            waiting=gauges.waiting,
-            preemptions=gauges.preemptions,
-            version=0,
-            steps=gauges.steps,
-            decoded=gauges.decoded,
-            prefilled=gauges.prefilled,
-        )
+        return gauges.load(self.kv_tokens, 0)
 
     async def health(self) -> None:
         """Raises EngineError or DeadlineError if it is not well."""

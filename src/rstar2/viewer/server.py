@@ -12,12 +12,10 @@ writes.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
-import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -34,6 +32,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rstar2.config.codeenv import LOOPBACK
 from rstar2.errors import UserError
+from rstar2.http_server import SignalFreeServer, bind
 from rstar2.viewer import STATIC, detail, overview, query
 from rstar2.viewer.run import NotRecordedError, ViewedRun
 
@@ -272,38 +271,13 @@ class RunFollower:
                 self._stop.wait(POLL_S)
 
 
-class ViewerServer(uvicorn.Server):
-    """uvicorn without its signal handlers: `serve` decides the order of shutdown."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def bind(port: int) -> socket.socket:
-    """A listening socket on loopback; raises UserError if the port cannot be used."""
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((HOST, port))
-        sock.listen(128)
-    except OSError as error:
-        sock.close()
-        raise UserError(
-            f"--port: cannot listen on {HOST}:{port} ({error.strerror}); choose another "
-            "(0 takes a free one), or stop the process that uses it"
-        ) from error
-    sock.setblocking(False)
-    return sock
-
-
 async def serve(runs: Mapping[str, ViewedRun], port: int, on_ready: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM."""
     follower = RunFollower(runs)
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
-    with bind(port) as sock:
-        server = ViewerServer(
+    with bind(HOST, port) as sock:
+        server = SignalFreeServer(
             uvicorn.Config(
                 viewer_app(runs), log_config=None, access_log=False, lifespan="off", ws="none",
                 server_header=False, timeout_graceful_shutdown=1,

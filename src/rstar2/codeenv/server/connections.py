@@ -19,18 +19,17 @@ import contextlib
 import logging
 import math
 import socket
-from collections.abc import Iterator
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rstar2.codeenv import deadlines
 from rstar2.descriptors import raise_descriptor_limit
+from rstar2.http_server import SignalFreeServer
 
 log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 << 10
-BACKLOG = 1024
 
 _BUSY_BODY = (
     b'{"error":{"code":"queue_full","message":"every connection of this server is serving a '
@@ -95,8 +94,8 @@ class HttpConnection(H11Protocol):
         return waited_s > (header_read_s if self.in_head else deadlines.KEEP_ALIVE_S)
 
 
-class HttpServer(uvicorn.Server):
-    """uvicorn with bounded connections and without its signal handling (see `serve`)."""
+class HttpServer(SignalFreeServer):
+    """uvicorn with bounded connections."""
 
     def __init__(
         self,
@@ -109,10 +108,6 @@ class HttpServer(uvicorn.Server):
         self.header_read_s = header_read_s
         self._warned_s = -math.inf
         self._tasks: list[asyncio.Task[None]] = []
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await self.lifespan.startup()

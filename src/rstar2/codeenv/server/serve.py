@@ -31,7 +31,6 @@ from rstar2.codeenv.protocol import Executor
 from rstar2.codeenv.server.app import AsgiApp, CodeEnvApp
 from rstar2.codeenv.server.calls import CallTable
 from rstar2.codeenv.server.connections import (
-    BACKLOG,
     MAX_HEAD_BYTES,
     HttpConnection,
     HttpServer,
@@ -41,6 +40,7 @@ from rstar2.codeenv.wire import ServerReady
 from rstar2.config import CodeEnvConfig
 from rstar2.config.codeenv import LOOPBACK
 from rstar2.errors import CodeEnvError, RstarError, UserError
+from rstar2.http_server import bind
 
 log = logging.getLogger(__name__)
 
@@ -80,26 +80,6 @@ def check_exposure(config: CodeEnvConfig) -> None:
         )
 
 
-def bind(config: CodeEnvConfig) -> socket.socket:
-    """A listening socket, or one clear error."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    # asyncio switches Nagle's delay off only on sockets that name their protocol; with it every
-    # small answer would wait 40 ms for the caller's acknowledgement.
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((config.host, config.port))
-        sock.listen(BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise UserError(
-            f"port: cannot listen on {config.host}:{config.port} ({error.strerror}); "
-            "choose another --port (0 takes a free one), or stop what uses it"
-        ) from error
-    sock.setblocking(False)
-    return sock
-
-
 async def serve(
     config: CodeEnvConfig,
     *,
@@ -112,7 +92,7 @@ async def serve(
     check_exposure(config)
     connections = connection_bound(config.connections)
     stop = StopSignal()
-    with bind(config) as sock, stop.on_signals():
+    with bind(config.host, config.port) as sock, stop.on_signals():
         watching = asyncio.create_task(_watch_owner(owner, stop)) if owner else None
         executor = executor or make_executor(config)
         try:
