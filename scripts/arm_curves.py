@@ -28,12 +28,12 @@ from rstar2 import machine
 from rstar2.child import Child
 from rstar2.config import Recipe, load_recipe
 from rstar2.evidence.claim import from_weights
-from rstar2.evidence.page import COLOURS, STYLE
 from rstar2.evidence.run import STOP_DEADLINE_S
 from rstar2.learner.tolerance import GAP_FACTOR
 from rstar2.record import dump_recipe, is_finished, read_evaluations, read_metrics
+from rstar2.report.chart_sheet import chart_sheet
 from rstar2.report.summary import percent
-from rstar2.report.svg import HEIGHT, WIDTH, Series, line_chart, number
+from rstar2.report.svg import Series, line_chart, number
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "experiments"
@@ -385,34 +385,16 @@ SHARES = ("reward", "failing_calls_in_correct")
 
 def curves(cells: Cells, charts: Mapping[str, str]) -> str:
     """All charts of a page as one SVG with a legend."""
-    gap, top, columns = 24, 36, 2
-    width = columns * (WIDTH + gap) + gap
-    height = top + -(-len(charts) // columns) * (HEIGHT + gap + 16)
-    colours = "".join(f".s{i}{{stroke:{c}}}.f{i}{{fill:{c}}}" for i, c in enumerate(COLOURS))
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}"><style>{STYLE}{colours}</style>'
-        f'<rect width="{width}" height="{height}" fill="#fff"/>'
-    ]
-    for index, name in enumerate(cells):
-        x = gap + index * (width // 4)
-        title = ARMS[name].title
-        parts.append(
-            f'<line x1="{x}" x2="{x + 20}" y1="16" y2="16" stroke-width="3" '
-            f'stroke="{COLOURS[index]}"/><text x="{x + 26}" y="20">{title}</text>'
-        )
-    for index, (column, title) in enumerate(charts.items()):
-        x, y = gap + index % columns * (WIDTH + gap), top + index // columns * (HEIGHT + gap + 16)
-        chart = line_chart(
+    drawn = {
+        title: line_chart(
             list(series(cells, column)),
             title=title,
             y_format=percent if column in SHARES else number,
             log=column in LOGARITHMIC,
         )
-        place = f'<svg x="{x}" y="{y + 16}" width="{WIDTH}" height="{HEIGHT}" '
-        parts.append(f'<text class="title" x="{x}" y="{y + 10}">{title}</text>')
-        parts.append(str(chart).replace("<svg ", place, 1))
-    return "".join([*parts, "</svg>\n"])
+        for column, title in charts.items()
+    }
+    return chart_sheet(drawn, [ARMS[name].title for name in cells])
 
 
 def series(cells: Cells, column: str) -> Iterator[Series]:

@@ -26,6 +26,7 @@ def run(*words: str) -> int:
     return int(caught.value.code or 0)
 
 
+@pytest.mark.slow
 def test_every_claim_is_listed(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--list") == 0
     listed = capsys.readouterr().out

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from rstar2.evidence.claim import Claim
-from rstar2.evidence.page import claim_page, curves, index_page
-from rstar2.evidence.results import COLUMNS, CellNumbers, CellResult
+from rstar2.evidence.claim import Claim, ClaimMetric, metric_of
+from rstar2.evidence.page import Judged, claim_page, curves, index_page
+from rstar2.evidence.results import (
+    COLUMNS,
+    CellNumbers,
+    CellResult,
+    Repetition,
+    read_repetitions,
+    write_repetition,
+)
 from rstar2.evidence.verdict import contrast_values, judge
 
 SEEDS = 12
@@ -80,7 +89,7 @@ def test_a_planted_effect_is_found_and_a_null_is_not() -> None:
     assert errors.word == "confirmed"
     assert errors.test.low < -0.05 < errors.test.high
     assert length.word == "refuted", "no difference of 5 tokens is left"
-    assert verdict.word == "mixed"
+    assert verdict.word == "mixed: 1 confirmed, 1 refuted"
     assert verdict.sentence == "Confirmed: RoC has fewer tool errors. Refuted: RoC is shorter."
     assert verdict.controls[0].adjusted_p > 0.05
 
@@ -115,7 +124,7 @@ def test_a_planted_effect_that_is_not_found_keeps_a_claim_open(effect: float, wo
     made = cells(effect)
     verdict = judge(claim, made)
     assert verdict.word.startswith(word)
-    assert "## Planted effects" in claim_page(claim, made, verdict)
+    assert "## Planted effects" in claim_page(Judged(claim, made, verdict))
 
 
 def test_values_are_within_seeds_and_without_missing_steps() -> None:
@@ -129,15 +138,54 @@ def test_values_are_within_seeds_and_without_missing_steps() -> None:
     assert contrast_values(CLAIM, CLAIM.primary[1], pair) == pytest.approx([-10, -10])
 
 
+def test_a_metric_of_the_last_evaluation() -> None:
+    metric = ClaimMetric(title="held-out accuracy", column="heldout/accuracy")
+    heldout: dict[str, dict[str, float | None]] = {
+        "sft/sampled": {"accuracy": 0.2},
+        "rl/sampled": {"accuracy": 0.6},
+        "rl/greedy": {"accuracy": 0.9},
+    }
+    assert metric_of(metric, {}, heldout) == 0.6
+    assert metric_of(metric, {}, {}) is None
+
+
 def test_the_page_says_what_the_verdict_says() -> None:
     made = cells(-0.05)
     verdict = judge(CLAIM, made)
-    page = claim_page(CLAIM, made, verdict)
-    assert f"**Verdict: mixed.** {verdict.sentence}" in page
+    repeated = [Repetition("roc/3", True, "abc1234", "a CPU", "2.9")]
+    judged = Judged(CLAIM, made, verdict, repeated)
+    page = claim_page(judged)
+    assert f"**Verdict: mixed: 1 confirmed, 1 refuted.** {verdict.sentence}" in page
     assert "0.36 core-hours for 36 cells" in page
     assert "RL seed + 1000" in page
     assert ElementTree.fromstring(curves(CLAIM, made)).tag.endswith("svg")
-    index = index_page({"planted": (CLAIM, verdict, 0.36)})
-    assert "| [A planted effect](planted.md) | mixed | 36 of 36 | 0.36 |" in index
+    assert "| `roc/3` | yes | abc1234 | a CPU, torch 2.9 |" in page
+    index = index_page({"planted": judged})
+    assert "| mixed: 1 confirmed, 1 refuted | 36 of 36 | 0.36 | `roc/3` |" in index
     empty = judge(CLAIM, {})
-    assert "open (0 of 36 cells)" in claim_page(CLAIM, {}, empty)
+    assert "open (0 of 36 cells)" in claim_page(Judged(CLAIM, {}, empty))
+
+
+def test_the_page_says_what_pairs_share() -> None:
+    made = cells(-0.05)
+    verdict = judge(CLAIM, made)
+    same = "Arms of a seed start from the same one and see the same problems; `again` with"
+    assert same in claim_page(Judged(CLAIM, made, verdict))
+    other = {k: replace(v, sft="other") if k[0] == "roc" else v for k, v in made.items()}
+    assert "start from SFT checkpoints of their own" in claim_page(Judged(CLAIM, other, verdict))
+
+
+def test_a_failed_control_is_said_at_every_contrast() -> None:
+    made = cells(-0.2, bias=0.2)
+    page = claim_page(Judged(CLAIM, made, judge(CLAIM, made)))
+    assert page.count("| open: a control failed |") == len(CLAIM.primary)
+    assert "not yet" not in page
+
+
+def test_repetitions_are_recorded_once_per_cell(tmp_path: Path) -> None:
+    result = replace(cells(0.0)["roc", 3], made={"commit": "a", "cpu": "b", "torch": "c"})
+    (tmp_path / result.claim).mkdir()
+    assert read_repetitions(tmp_path, result.claim) == []
+    write_repetition(tmp_path, result, equal=False)
+    write_repetition(tmp_path, result, equal=True)
+    assert read_repetitions(tmp_path, result.claim) == [Repetition("roc/3", True, "a", "b", "c")]

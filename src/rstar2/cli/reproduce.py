@@ -13,8 +13,8 @@ from rstar2.errors import InvariantError, UserError
 
 if TYPE_CHECKING:
     from rstar2.evidence.claim import Claim
+    from rstar2.evidence.page import Judged
     from rstar2.evidence.run import CellRunner, Places
-    from rstar2.evidence.verdict import Recorded, Verdict
 
 
 def reproduce(
@@ -77,7 +77,7 @@ async def _supervised(runner: CellRunner, claim: Claim, cell: str) -> None:
 
 
 async def _one_cell(runner: CellRunner, claim: Claim, text: str) -> None:
-    from rstar2.evidence.results import difference, write_result
+    from rstar2.evidence.results import difference, write_repetition, write_result
     from rstar2.evidence.run import parse_cell, recorded, repeat
 
     cell = parse_cell(claim, text)
@@ -87,6 +87,7 @@ async def _one_cell(runner: CellRunner, claim: Claim, text: str) -> None:
         typer.echo(f"wrote {write_result(runner.places.results, result)}")
         return
     where = difference(before.numbers, result.numbers)
+    write_repetition(runner.places.results, result, equal=where is None)
     if where is None:
         typer.echo(f"{cell}: equal to the recorded result in every digit")
         return
@@ -100,15 +101,18 @@ def _report(places: Places, docs: Path | None) -> None:
     from rstar2.evidence.page import write_pages
 
     judged = {name: _judged(places, name) for name in claim_names(places.claims)}
-    for name, (_, _, verdict) in judged.items():
-        typer.echo(f"{name:<22} {verdict.cells:>3} of {verdict.total:<4} {verdict.word}")
+    for name, entry in judged.items():
+        cells, total = entry.verdict.cells, entry.verdict.total
+        typer.echo(f"{name:<22} {cells:>3} of {total:<4} {entry.verdict.word}")
     if docs is not None:
         written = write_pages(docs, judged)
         typer.echo(f"wrote {len(written)} pages to {docs}", err=True)
 
 
-def _judged(places: Places, name: str) -> tuple[Claim, Recorded, Verdict]:
+def _judged(places: Places, name: str) -> Judged:
     from rstar2.evidence.claim import cell_of, read_claim
+    from rstar2.evidence.page import Judged
+    from rstar2.evidence.results import read_repetitions
     from rstar2.evidence.run import recorded
     from rstar2.evidence.verdict import judge
 
@@ -119,4 +123,4 @@ def _judged(places: Places, name: str) -> tuple[Claim, Recorded, Verdict]:
         for seed in claim.all_seeds
         if (result := recorded(places, claim, cell_of(claim, arm, seed))) is not None
     }
-    return claim, cells, judge(claim, cells)
+    return Judged(claim, cells, judge(claim, cells), read_repetitions(places.results, name))

@@ -1,7 +1,8 @@
 """The file of a claim: what is compared, by which metric and test, and what would settle it.
 
-It is written and committed before its runs. Arms differ in their overrides of one recipe. The cells
-of a seed share the SFT weights and the problems, so that differences are taken within seeds.
+It is written and committed before its runs; only `after_runs` is added later. Arms differ in their
+overrides of one recipe. Arms with the same SFT settings and RL seed share the SFT weights and the
+problems, and differences are taken within seeds.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from rstar2.config import EvaluationConfig, Recipe, RlConfig, load_recipe
 from rstar2.config.codeenv import Section
 from rstar2.errors import UserError
 
+HELDOUT = "heldout/"
+"""Columns of the evaluation on held-out problems after the last step."""
+
 
 class ClaimArm(Section):
     """One way to train."""
@@ -36,7 +40,7 @@ class ClaimArm(Section):
 
 
 class ClaimMetric(Section):
-    """A number per cell: the mean of a column over steps, fixed in advance."""
+    """A number per cell, fixed in advance: the mean of a column over steps or a held-out figure."""
 
     title: str
     column: str
@@ -102,6 +106,8 @@ class Claim(Section):
     budget_core_minutes: float = Field(gt=0)
     limits: str = ""
     """What this experiment cannot show."""
+    after_runs: str = ""
+    """What was noticed when the results were known; it changes no verdict."""
 
     @property
     def all_seeds(self) -> range:
@@ -245,7 +251,17 @@ def fingerprint(recipe: Recipe) -> str:
 # --------------------------------------------------------------------------- values
 
 
-def metric_of(metric: ClaimMetric, columns: Mapping[str, list[float | None]]) -> float | None:
-    """The mean of a column over the metric's steps, without missing values; None without any."""
+def metric_of(
+    metric: ClaimMetric,
+    columns: Mapping[str, list[float | None]],
+    heldout: Mapping[str, Mapping[str, float | None]],
+) -> float | None:
+    """The mean of a column over the metric's steps, without missing values; None without any.
+
+    `heldout/NAME` is a number of the last sampled evaluation.
+    """
+    if metric.column.startswith(HELDOUT):
+        sampled = [values for name, values in heldout.items() if name.endswith("/sampled")]
+        return sampled[-1][metric.column.removeprefix(HELDOUT)] if sampled else None
     known = [v for v in columns[metric.column][metric.first - 1 : metric.last] if v is not None]
     return sum(known) / len(known) if known else None

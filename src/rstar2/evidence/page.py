@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from rstar2.evidence.claim import Claim, ClaimMetric, Contrast, PrimaryContrast, metric_of
-from rstar2.evidence.results import CellResult
-from rstar2.evidence.statistics import ContrastTest, power, t_test
-from rstar2.evidence.verdict import Finding, Recorded, Verdict, contrast_values
-from rstar2.report.svg import HEIGHT, WIDTH, Series, line_chart, number, percent
-
-COLOURS = (
-    *("#6b7280", "#2563eb", "#dc2626", "#d97706", "#7c3aed"),
-    *("#059669", "#db2777", "#0891b2", "#65a30d"),
+from rstar2.evidence.claim import (
+    HELDOUT,
+    Cell,
+    Claim,
+    ClaimMetric,
+    Contrast,
+    PrimaryContrast,
+    cell_recipe,
 )
-STYLE = """
-text{font:11px system-ui,sans-serif;fill:#374151}.grid{stroke:#e5e7eb}.axis{stroke:#9ca3af}
-.line{fill:none;stroke-width:1.8}.faint{opacity:.25;stroke-width:1}
-.band{opacity:.12;stroke:none}.cursor{display:none}.title{font-weight:600;font-size:13px}
-"""
+from rstar2.evidence.results import CellResult, Repetition
+from rstar2.evidence.statistics import ContrastTest, power, t_test
+from rstar2.evidence.verdict import Finding, Recorded, Verdict, contrast_values, value_of
+from rstar2.report.chart_sheet import COLOURS, chart_sheet
+from rstar2.report.svg import Series, line_chart, number, percent
+
 CHARTS = {
     "reward": "Reward of the rollouts (accuracy), by step",
     "failing_calls_in_correct": "Tool-error rate in correct rollouts, by step",
@@ -37,8 +38,19 @@ SHARES = ("reward", "failing_calls_in_correct")
 SMOOTH = 3
 
 
-def claim_page(claim: Claim, cells: Recorded, verdict: Verdict) -> str:
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A claim, its recorded cells, what they say, and which of them were repeated."""
+
+    claim: Claim
+    cells: Recorded
+    verdict: Verdict
+    repetitions: Sequence[Repetition] = ()
+
+
+def claim_page(judged: Judged) -> str:
     """The page of one claim, as Markdown."""
+    claim, cells, verdict = judged.claim, judged.cells, judged.verdict
     parts = [
         f"# {claim.title}",
         f"**Verdict: {verdict.word}.** {verdict.sentence}",
@@ -56,33 +68,42 @@ def claim_page(claim: Claim, cells: Recorded, verdict: Verdict) -> str:
     parts += ["## Means", _means(claim, cells), "## Other metrics", _other(claim, cells)]
     if cells:
         parts += ["## Curves", f"![Curves of all arms]({claim.name}.svg)"]
-    parts += ["## Rule", _rule(claim), "## Cost", _cost(claim, cells)]
+    parts += ["## Rule", _rule(claim, verdict), "## Cost", _cost(claim, cells)]
+    if judged.repetitions:
+        parts += ["## Repeated cells", _repeated(judged.repetitions)]
     if claim.limits:
         parts += ["## Limits", claim.limits.strip()]
+    if claim.after_runs:
+        parts += ["## Noticed after the runs", claim.after_runs.strip()]
     return "\n\n".join(parts) + "\n"
 
 
-def index_page(verdicts: Mapping[str, tuple[Claim, Verdict, float]]) -> str:
+def index_page(claims: Mapping[str, Judged]) -> str:
     """The list of all claims with their verdicts."""
+    contrasts = sum(len(judged.claim.primary) for judged in claims.values())
     lines = [
         "# Evidence",
         "",
         "Each claim is a file in `experiments/`, committed before its runs. It fixes the arms, the "
-        "seeds, the metric, the test and the rule of the verdict. `rstar2 reproduce CLAIM` runs "
+        "seeds, the metrics, the contrasts and the smallest effects that matter. The rule of the "
+        "verdict is one for all claims (`evidence/statistics.py`). `rstar2 reproduce CLAIM` runs "
         "the missing cells (one run each: an arm with a seed) and writes its page. `rstar2 "
         "reproduce CLAIM --cell ARM/SEED` repeats one recorded cell and compares every number. "
         "The numbers of all cells are in `experiments/results/`, and `rstar2 reproduce --pages` "
         "writes these pages from them.",
         "",
-        "| claim | verdict | cells | core-hours |",
-        "|---|---|---|---|",
+        "| claim | verdict | cells | core-hours | repeated alone, equal in every digit |",
+        "|---|---|---|---|---|",
     ]
-    for name, (claim, verdict, hours) in verdicts.items():
-        page = f"[{claim.title}]({name}.md)"
+    for name, judged in claims.items():
+        verdict, page = judged.verdict, f"[{judged.claim.title}]({name}.md)"
+        hours = core_hours(judged.claim, judged.cells)
+        again = ", ".join(f"`{r.cell}`" for r in judged.repetitions if r.equal) or "–"
         lines.append(
-            f"| {page} | {verdict.word} | {verdict.cells} of {verdict.total} | {hours:.2f} |"
+            f"| {page} | {verdict.word} | {verdict.cells} of {verdict.total} | {hours:.2f} "
+            f"| {again} |"
         )
-    lines += ["", "## The paper's figures", "", *_figures(verdicts)]
+    lines += ["", "## The paper's figures", "", *_figures(claims)]
     lines += [
         "",
         "## Limits",
@@ -90,17 +111,25 @@ def index_page(verdicts: Mapping[str, tuple[Claim, Verdict, float]]) -> str:
         "All runs are at level 2 of the embedded task with a model of half a million parameters. A "
         "verdict holds for that task and model. It says nothing about larger models.",
         "",
+        f"Holm's correction is within a claim. All claims together have {contrasts} primary "
+        "contrasts, and several share cells (`same_as`), which were known when the later claim "
+        "was written. Seeds of one SFT checkpoint count as independent, so a verdict holds for "
+        "these checkpoints.",
+        "",
+        "The rule was changed once after results were known: a metric that is equal in every seed "
+        "is open (commit d067e8e). By the first rule the n-gram penalty of `failed-attempts` was "
+        "refuted.",
+        "",
     ]
     return "\n".join(lines)
 
 
-def _figures(verdicts: Mapping[str, tuple[Claim, Verdict, float]]) -> list[str]:
+def _figures(claims: Mapping[str, Judged]) -> list[str]:
     """Where the curves that the paper shows are, from recorded cells."""
     lines = ["| figure | page | cells |", "|---|---|---|"]
     for name, figure in FIGURES.items():
-        if name in verdicts:
-            claim, verdict, _ = verdicts[name]
-            page = f"[{claim.title}]({name}.md)"
+        if name in claims:
+            verdict, page = claims[name].verdict, f"[{claims[name].claim.title}]({name}.md)"
             lines.append(f"| {figure} | {page} | {verdict.cells} of {verdict.total} |")
     return [
         *lines,
@@ -135,17 +164,32 @@ def _arms(claim: Claim, cells: Recorded) -> str:
     common = ", ".join(f"`{text}`" for text in claim.set)
     return "\n".join(lines) + (
         f"\n\nAll arms: recipe `{claim.recipe}`{', ' + common if common else ''}. The seeds "
-        f"take turns with {claim.sft_seeds} SFT checkpoints. Arms of a seed share one and see the "
-        "same problems."
+        f"take turns with {claim.sft_seeds} SFT checkpoints. {_shared(claim, cells)}"
     )
+
+
+def _shared(claim: Claim, cells: Recorded) -> str:
+    """What the arms of a seed have in common."""
+    starts = {seed: {r.sft for (_, s), r in cells.items() if s == seed} for _, seed in cells}
+    different = [name for name, arm in claim.arms.items() if arm.seed_offset]
+    text = (
+        "Arms of a seed start from the same one and see the same problems"
+        if all(len(sft) == 1 for sft in starts.values())
+        else "Arms of a seed see the same problems, but start from SFT checkpoints of their own "
+        "where their SFT differs, so pairs share less"
+    )
+    if different:
+        text += f"; `{'`, `'.join(different)}` with another RL seed sees other problems"
+    return f"{text}."
 
 
 def _primary(claim: Claim, verdict: Verdict) -> str:
     note = "" if verdict.complete else "\n\nInterim figures: the rule applies to all cells only."
-    return _expected(claim, verdict.primary) + note
+    undecided = "open: a control failed" if verdict.complete else "not yet"
+    return _expected(claim, verdict.primary, undecided) + note
 
 
-def _expected(claim: Claim, findings: Sequence[Finding]) -> str:
+def _expected(claim: Claim, findings: Sequence[Finding], undecided: str = "not yet") -> str:
     lines = [
         "| contrast, within seeds | metric | expected | mean | 95% interval | p (Holm) | seeds | "
         "verdict |",
@@ -157,15 +201,15 @@ def _expected(claim: Claim, findings: Sequence[Finding]) -> str:
         metric = claim.metrics[contrast.metric]
         lines.append(
             f"| {contrast.title}: {_weights(contrast)} | {metric.title} | {contrast.expect} than 0 "
-            f"| {_test_cells(finding, metric)} | {_word(finding)} |"
+            f"| {_test_cells(finding, metric)} | {_word(finding, undecided)} |"
         )
     return "\n".join(lines)
 
 
-def _word(finding: Finding) -> str:
+def _word(finding: Finding, undecided: str) -> str:
     if finding.test.count > 1 and finding.test.mean == finding.test.sd == 0.0:
-        return "open: equal in every seed, so what differs never acted"
-    return finding.word or "not yet"
+        return "open: this metric is equal in every seed"
+    return finding.word or undecided
 
 
 def _controls(claim: Claim, verdict: Verdict) -> str:
@@ -190,17 +234,17 @@ def _means(claim: Claim, cells: Recorded) -> str:
         "",
         "| arm | "
         + " | ".join(m.title for m in metrics)
-        + " | rollouts drawn | held-out sampled |",
+        + f" | rollouts drawn | held-out sampled, {_heldout_count(claim)} problems |",
         "|---|" + "---|" * (len(metrics) + 2),
     ]
     for arm in claim.arms:
         mine = [result for (name, _), result in sorted(cells.items()) if name == arm]
         row = []
         for metric in metrics:
-            values = [metric_of(metric, result.numbers.columns) for result in mine]
+            values = [value_of(metric, result) for result in mine]
             row.append(_estimate(t_test([v for v in values if v is not None]), metric))
         row.append(_plain([sum(v or 0 for v in r.numbers.columns["rollouts/drawn"]) for r in mine]))
-        row.append(_percent([a for r in mine if (a := _heldout(r)) is not None]))
+        row.append(_heldout_cell(mine))
         lines.append(f"| `{arm}` | " + " | ".join(row) + " |")
     return "\n".join(lines)
 
@@ -225,7 +269,15 @@ def _other(claim: Claim, cells: Recorded) -> str:
     return "\n".join(lines)
 
 
-def _rule(claim: Claim) -> str:
+def _repeated(repetitions: Sequence[Repetition]) -> str:
+    lines = ["| cell | every number equal | commit | machine |", "|---|---|---|---|"]
+    for r in repetitions:
+        equal = "yes" if r.equal else "**no**"
+        lines.append(f"| `{r.cell}` | {equal} | {r.commit} | {r.cpu}, torch {r.torch} |")
+    return "Run again alone, on a clean clone:\n\n" + "\n".join(lines)
+
+
+def _rule(claim: Claim, verdict: Verdict) -> str:
     plan = claim.power
     tests = len(claim.primary)
     chance = power(plan.effect, plan.sd, claim.seeds, claim.alpha / tests)
@@ -236,12 +288,33 @@ def _rule(claim: Claim) -> str:
         "Each contrast has one value per seed and is tested against 0 with Student's t, two-sided. "
         f"The p-values of the {tests} primary contrasts are corrected by Holm's method at "
         f"{claim.alpha:g}. *Confirmed*: significant, with the expected sign. *Refuted*: "
-        "significant with the other sign, or the 95% interval excludes the smallest effect that "
-        f"matters ({smallest}). *Open*: anything else, arms that are equal in every "
-        "seed, or a control that shows a difference.\n\n"
-        f"Power: an effect of {plan.effect:g} with a standard deviation of {plan.sd:g} over seeds "
-        f"({plan.source}) is found with probability {chance:.2f} by {claim.seeds} seeds."
+        "significant with the other sign, or the 95% interval, which is not corrected for the "
+        f"number of contrasts, excludes the smallest effect that matters ({smallest}). *Open*: "
+        "anything else, a metric that is equal in every seed, or a control that shows a "
+        "difference.\n\n"
+        f"Planned power: an effect of {plan.effect:g} with a standard deviation of {plan.sd:g} "
+        f"over seeds ({plan.source}) is found with probability {chance:.2f} by {claim.seeds} seeds."
+        + _observed_power(claim, verdict)
     )
+
+
+def _observed_power(claim: Claim, verdict: Verdict) -> str:
+    """What the observed spread over seeds would have allowed to find."""
+    lines = [
+        "\n\nWith the observed standard deviations, and the strictest of Holm's levels:\n",
+        "| contrast | observed sd | chance to find its smallest effect that matters |",
+        "|---|---|---|",
+    ]
+    level = claim.alpha / len(claim.primary)
+    for finding in verdict.primary:
+        contrast, test = finding.contrast, finding.test
+        assert isinstance(contrast, PrimaryContrast)
+        if test.count > 1 and test.sd > 0:
+            chance = power(contrast.smallest, test.sd, test.count, level)
+            sd = _value(test.sd, claim.metrics[contrast.metric])
+            smallest = _value(contrast.smallest, claim.metrics[contrast.metric])
+            lines.append(f"| {contrast.title} | {sd} | {chance:.2f} ({smallest}) |")
+    return "\n".join(lines) if len(lines) > 3 else ""
 
 
 def _cost(claim: Claim, cells: Recorded) -> str:
@@ -301,13 +374,15 @@ def _plain(values: Sequence[float]) -> str:
     return f"{fmean(values):,.0f}" if values else "–"
 
 
-def _percent(values: Sequence[float]) -> str:
-    return f"{100 * fmean(values):.1f}%" if values else "–"
+def _heldout_cell(results: Sequence[CellResult]) -> str:
+    metric = ClaimMetric(title="held-out accuracy", column=f"{HELDOUT}accuracy")
+    values = [value_of(metric, result) for result in results]
+    return _estimate(t_test([v for v in values if v is not None]), metric)
 
 
-def _heldout(result: CellResult) -> float | None:
-    sampled = [v["accuracy"] for k, v in result.numbers.heldout.items() if k.endswith("/sampled")]
-    return sampled[-1] if sampled else None
+def _heldout_count(claim: Claim) -> int:
+    own = next(name for name, arm in claim.arms.items() if arm.same_as is None)
+    return cell_recipe(claim, Cell(claim.name, own, claim.first_seed)).evaluation.count
 
 
 # --------------------------------------------------------------------------- curves
@@ -315,33 +390,15 @@ def _heldout(result: CellResult) -> float | None:
 
 def curves(claim: Claim, cells: Recorded) -> str:
     """Accuracy, tool errors, length and entropy of every arm by step, as one SVG."""
-    gap, top, columns = 24, 30 + 18 * -(-len(claim.arms) // 4), 2
-    width = columns * (WIDTH + gap) + gap
-    height = top + -(-len(CHARTS) // columns) * (HEIGHT + gap + 16)
-    colours = "".join(f".s{i}{{stroke:{c}}}.f{i}{{fill:{c}}}" for i, c in enumerate(COLOURS))
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}"><style>{STYLE}{colours}</style>'
-        f'<rect width="{width}" height="{height}" fill="#fff"/>'
-    ]
-    for index, arm in enumerate(claim.arms):
-        x, y = gap + index % 4 * (width // 4), 20 + 18 * (index // 4)
-        colour = COLOURS[index % len(COLOURS)]
-        parts.append(
-            f'<line x1="{x}" x2="{x + 20}" y1="{y - 4}" y2="{y - 4}" stroke-width="3" '
-            f'stroke="{colour}"/><text x="{x + 26}" y="{y}">{arm}</text>'
+    charts = {
+        title: line_chart(
+            _series(claim, cells, column),
+            title=title,
+            y_format=percent if column in SHARES else number,
         )
-    for index, (column, title) in enumerate(CHARTS.items()):
-        x = gap + index % columns * (WIDTH + gap)
-        y = top + index // columns * (HEIGHT + gap + 16)
-        form = percent if column in SHARES else number
-        chart = str(line_chart(_series(claim, cells, column), title=title, y_format=form))
-        place = f'<svg x="{x}" y="{y + 16}" width="{WIDTH}" height="{HEIGHT}" '
-        parts.append(
-            f'<text class="title" x="{x}" y="{y + 10}">{title}</text>'
-            + chart.replace("<svg ", place, 1)
-        )
-    return "".join([*parts, "</svg>\n"])
+        for column, title in CHARTS.items()
+    }
+    return chart_sheet(charts, list(claim.arms))
 
 
 def _series(claim: Claim, cells: Recorded, column: str) -> list[Series]:
@@ -363,16 +420,15 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def write_pages(folder: Path, claims: Mapping[str, tuple[Claim, Recorded, Verdict]]) -> list[Path]:
+def write_pages(folder: Path, claims: Mapping[str, Judged]) -> list[Path]:
     """Write the page and curves of each claim, and the index of all of them."""
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / "README.md"]
-    for name, (claim, cells, verdict) in claims.items():
+    for name, judged in claims.items():
         page = folder / f"{name}.md"
-        page.write_text(claim_page(claim, cells, verdict))
+        page.write_text(claim_page(judged))
         written.append(page)
-        if cells:
-            (folder / f"{name}.svg").write_text(curves(claim, cells))
-    index = {n: (c, v, core_hours(c, cells)) for n, (c, cells, v) in claims.items()}
-    written[0].write_text(index_page(index))
+        if judged.cells:
+            (folder / f"{name}.svg").write_text(curves(judged.claim, judged.cells))
+    written[0].write_text(index_page(claims))
     return written

@@ -94,6 +94,38 @@ def read_result(results: Path, cell: Cell) -> CellResult | None:
         raise UserError(f"{path} is not the result of a cell: {error}; delete it") from error
 
 
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """A recorded cell that was run again alone, and whether every number was equal."""
+
+    cell: str
+    """As `roc/3`."""
+    equal: bool
+    commit: str
+    cpu: str
+    torch: str
+
+
+def read_repetitions(results: Path, claim: str) -> list[Repetition]:
+    """The repetitions of a claim's cells."""
+    path = results / claim / "repeated.json"
+    try:
+        return [Repetition(**values) for values in json.loads(path.read_text())]
+    except FileNotFoundError:
+        return []
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} is not a list of repeated cells: {error}; delete it") from error
+
+
+def write_repetition(results: Path, result: CellResult, *, equal: bool) -> None:
+    """Add a repetition to the record; a later one of the same cell replaces it."""
+    made = {name: str(result.made[name]) for name in ("commit", "cpu", "torch")}
+    new = Repetition(f"{result.arm}/{result.seed}", equal, **made)
+    kept = [r for r in read_repetitions(results, result.claim) if r.cell != new.cell]
+    values = [asdict(r) for r in sorted([*kept, new], key=lambda r: r.cell)]
+    write_file(results / result.claim / "repeated.json", json.dumps(values, indent=1) + "\n")
+
+
 def difference(first: CellNumbers, second: CellNumbers) -> str | None:
     """Where two results differ first, in a sentence; None if all numbers are equal."""
     for name in first.columns:

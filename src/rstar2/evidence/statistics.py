@@ -7,6 +7,7 @@ primary contrasts of a claim are corrected by Holm's method.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -62,7 +63,7 @@ def decide(
 
     confirmed: significant after correction, with the predicted sign
     refuted: significant with the opposite sign, or the interval excludes an effect of `smallest`
-    open: anything else; also arms that are equal in every seed, because what differs never acted
+    open: anything else; also a metric that is equal in every seed
     """
     if test.mean == test.sd == 0.0:
         return "open"
@@ -74,9 +75,11 @@ def decide(
 
 
 def combine(words: Sequence[Word]) -> str:
-    """One word for a claim: that of all its primary contrasts, or `mixed`."""
-    kinds = set(words)
-    return next(iter(kinds)) if len(kinds) == 1 else "mixed"
+    """The word of all primary contrasts of a claim, or `mixed` with how many have which."""
+    counts = Counter(sorted(words))
+    if len(counts) == 1:
+        return words[0]
+    return f"mixed: {', '.join(f'{count} {word}' for word, count in counts.items())}"
 
 
 def power(effect: float, sd: float, count: int, alpha: float) -> float:

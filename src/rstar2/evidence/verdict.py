@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rstar2.evidence.claim import Claim, Contrast, PrimaryContrast, metric_of
+from rstar2.evidence.claim import Claim, ClaimMetric, Contrast, PrimaryContrast, metric_of
 from rstar2.evidence.results import CellResult
 from rstar2.evidence.statistics import ContrastTest, Word, combine, decide, holm, t_test
 
@@ -41,13 +41,18 @@ class Verdict:
         return self.cells == self.total
 
 
+def value_of(metric: ClaimMetric, result: CellResult) -> float | None:
+    """A metric of a cell."""
+    return metric_of(metric, result.numbers.columns, result.numbers.heldout)
+
+
 def contrast_values(claim: Claim, contrast: Contrast, cells: Recorded) -> list[float]:
     """One value per seed that has all arms of the contrast."""
     metric = claim.metrics[contrast.metric]
     values = []
     for seed in claim.all_seeds:
         parts = [
-            (weight, metric_of(metric, cells[arm, seed].numbers.columns))
+            (weight, value_of(metric, cells[arm, seed]))
             for arm, weight in contrast.arms.items()
             if (arm, seed) in cells
         ]
