@@ -20,10 +20,14 @@ SESSION_ABORT = 7
 """SESSION_ABORT ends the running call of a session, which is then rolled back; it has no reply.
 RUN_HERE is a RUN that is not handed over to a warmer interpreter; see `handover`."""
 EXITED, WALL, CPU, OUTPUT, SCRATCH, NO_SESSION, FILES, NO_COPY, ABORTED, NOT_STOPPED = range(10)
+NO_ROOM, BROKEN = 10, 11
 """Why a call ended. EXITED means that the program ended by itself; see the wait status. NO_COPY: a
 session could not be copied, and nothing has changed; the status is an error number. FILES: a file
 of the call could not be written; the status is an error number. NOT_STOPPED: a session's program
-ended, but one of its threads could not be stopped, so the call was rolled back."""
+ended, but one of its threads could not be stopped, so the call was rolled back. NO_ROOM: a program
+was not run because threads, memory or files that its session holds use up its own limits; the
+status is an error number. BROKEN: it was not run because an earlier program had broken the process
+of the session, which is lost; the status is that of the process."""
 
 
 REQUEST = struct.Struct("<QIIIIIIIIddII")

@@ -20,44 +20,37 @@ import sys
 import threading
 import traceback
 import types
-from time import monotonic
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from rstar2.codeenv.jail import frames
 from rstar2.codeenv.jail.frames import Record
 
 FILENAME = "<program>"
 PROGRAM_FILE = "program.py"
+_SPAWNING = ("multiprocessing.popen_spawn_posix", "multiprocessing.popen_forkserver")
 _MAX_FRAMES = 24
 _MAX_CHAIN = 4
-_HOLD_S = 0.02
-"""How long a part of a line is held back at most, if the program writes more."""
 
 
-class OutputBuffer(io.BufferedWriter):
-    """A buffer that holds text back only briefly, and records whether anything was written.
+class OutputFile(io.FileIO):
+    """Standard output or error without a buffer: a program that is killed has shown all it printed.
 
-    The text layer flushes it after every line, as at a terminal. Part of a line is flushed unless
-    the last one was within _HOLD_S. So a program that is killed has shown what it printed.
+    The first write is recorded. After it `write` is the one of FileIO, without a layer in Python.
     """
 
     def __init__(self, descriptor: int) -> None:
-        super().__init__(io.FileIO(descriptor, "w", closefd=False))
+        super().__init__(descriptor, "w", closefd=False)
         self.wrote = False
-        self._due = 0.0
+        self.__dict__["write"] = self._first_write
 
-    def write(self, data: Any, /) -> int:
-        count = _buffer(self, data)
+    def _first_write(self, data: Any, /) -> int:
         self.wrote = True
-        if monotonic() >= self._due:
-            self._due = monotonic() + _HOLD_S
-            self.flush()
-        return count
+        self.__dict__.pop("write", None)  # the program may have kept this method
+        return super().write(data)
 
 
-_buffer = io.BufferedWriter.write
-"""Faster than super() in a method that runs for every piece of text."""
-_stdout: OutputBuffer | None = None
+_stdout: OutputFile | None = None
 """Under `sys.stdout`, which the program may replace or close. None during the warm-up."""
 
 
@@ -65,19 +58,16 @@ def prepare_streams() -> None:
     """Create the standard streams on descriptors 0 to 2 once; all calls inherit them."""
 
     def text(buffer: Any, mode: str, errors: str) -> io.TextIOWrapper:
-        printing = mode == "w"
-        stream = io.TextIOWrapper(
-            buffer, "utf-8", errors, line_buffering=printing, write_through=printing
-        )
+        stream = io.TextIOWrapper(buffer, "utf-8", errors, write_through=mode == "w")
         stream.mode = mode  # type: ignore[misc]
         return stream
 
     global _stdout
-    _stdout = OutputBuffer(1)
+    _stdout = OutputFile(1)
     stdin = io.BufferedReader(io.FileIO(0, "r", closefd=False))
     sys.stdin = sys.__stdin__ = text(stdin, "r", "replace")  # type: ignore[misc]
     sys.stdout = sys.__stdout__ = text(_stdout, "w", "backslashreplace")  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = text(OutputBuffer(2), "w", "backslashreplace")  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = text(OutputFile(2), "w", "backslashreplace")  # type: ignore[misc]
 
 
 def fresh_main() -> dict[str, Any]:
@@ -280,12 +270,36 @@ def finish(record: Record, result_fd: int) -> None:
 
     A program that succeeded without a value writes no record: its exit status is enough.
     """
+    _end_interpreter()
+    if record.kind != frames.NOTHING:
+        write_record(record, result_fd)
+
+
+def leave_child(record: Record) -> NoReturn:
+    """End a process that the program forked and that ran to the end of the program.
+
+    It ends as in a plain interpreter. The record of the call is its parent's to write.
+    """
+    _end_interpreter()
+    if record.kind in (frames.EXCEPTION, frames.SYNTAX, frames.MEMORY):
+        with contextlib.suppress(OSError):  # closed by the program
+            os.write(2, f"{record.text}\n".encode("utf-8", "backslashreplace"))
+    os._exit(exit_code(record))
+
+
+def _end_interpreter() -> None:
+    """Join threads, run exit hooks and flush."""
     if len(threading._active) > 1:  # type: ignore[attr-defined]
         _at_exit(threading._shutdown)  # type: ignore[attr-defined]
     _at_exit(atexit._run_exitfuncs)
     flush()
-    if record.kind != frames.NOTHING:
-        write_record(record, result_fd)
+
+
+def exit_code(record: Record) -> int:
+    """The exit code of a process whose program ended so."""
+    if record.kind == frames.EXIT:
+        return int(record.text)
+    return 1 if record.kind in (frames.EXCEPTION, frames.SYNTAX, frames.MEMORY) else 0
 
 
 def flush() -> None:
@@ -325,33 +339,52 @@ def _at_exit(function: Any, *args: Any) -> None:
             )
 
 
-def provide_file(source: str, namespace: dict[str, Any]) -> str | None:
-    """Write a program that may read its own file to scratch; returns the path.
+class ProgramFile:
+    """The program as a file in scratch, which exists only if the program needs it.
 
-    `spawn` and `forkserver` import the program from its file. Other programs need none.
+    `spawn` and `forkserver` import a program from its file. Their modules are imported when the
+    first process is about to start, so this is an entry of `sys.meta_path` that waits for that.
     """
-    if not any(word in source for word in ("__file__", "spawn", "forkserver")):
-        return None
-    path = os.path.join(os.getcwd(), PROGRAM_FILE)
-    try:
-        with open(path, "x", encoding="utf-8") as file:
-            file.write(source)
-    except OSError:  # the caller's own file of this name, or no space left
-        return None
-    namespace["__file__"] = path
-    return path
+
+    def __init__(self, source: str, namespace: dict[str, Any]) -> None:
+        self.source = source
+        self.namespace = namespace
+        self.path: str | None = None
+        if "__file__" in source or any(name in sys.modules for name in _SPAWNING):
+            self.write()
+        sys.meta_path.insert(0, self)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: object = None
+    ) -> None:
+        """Write the file if a process is about to be spawned; others find the module."""
+        if name in _SPAWNING and self.path is None:
+            self.write()
+
+    def write(self) -> None:
+        path = os.path.join(os.getcwd(), PROGRAM_FILE)
+        try:
+            with open(path, "x", encoding="utf-8") as file:
+                file.write(self.source)
+        except OSError:  # the caller's own file of this name, or no space left
+            return
+        self.namespace["__file__"] = self.path = path
+
+    def remove(self) -> None:
+        if self.path is not None:
+            with contextlib.suppress(OSError):  # the program removed it
+                os.unlink(self.path)
 
 
 def run_program(source: str, namespace: dict[str, Any], limit: int, result_fd: int) -> int:
     """Run a plain call in a process that is set up; returns its exit code."""
     gc.enable()
     reseed()
-    path = provide_file(source, namespace)
+    file = ProgramFile(source, namespace)
+    pid = os.getpid()
     record = execute(source, namespace, limit)
+    if os.getpid() != pid:
+        leave_child(record)
     finish(record, result_fd)
-    if path is not None:
-        with contextlib.suppress(OSError):  # the program removed it
-            os.unlink(path)
-    if record.kind == frames.EXIT:
-        return int(record.text)
-    return 1 if record.kind in (frames.EXCEPTION, frames.SYNTAX, frames.MEMORY) else 0
+    file.remove()
+    return exit_code(record)

@@ -132,6 +132,7 @@ class ScratchDirectory:
         self.descriptor = opened
         self.keep = frozenset(os.listdir(opened))
         """Paths to an interpreter that is installed below it."""
+        self._kept = self._identities()
         self._entries = self._count()
         self._state = self._metadata()
 
@@ -146,8 +147,22 @@ class ScratchDirectory:
         info = os.fstat(self.descriptor)
         return info.st_mode, info.st_uid, info.st_gid, info.st_atime_ns, info.st_mtime_ns
 
+    def _identities(self) -> list[tuple[int, int, int, str]]:
+        """What the entries `keep` are: a call could replace them. OSError if one is missing."""
+        found = []
+        for name in sorted(self.keep):
+            info = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+            link = os.readlink(name, dir_fd=self.descriptor) if stat.S_ISLNK(info.st_mode) else ""
+            found.append((info.st_dev, info.st_ino, info.st_mode, link))
+        return found
+
     def restore(self, give_up: float) -> bool:
         """Undo what a call did to the directory and in it; False if that is impossible."""
+        try:
+            if self._identities() != self._kept:
+                return False
+        except OSError:
+            return False
         if self._metadata() == self._state and self._count() == self._entries:
             return True
         mode, _, _, accessed, modified = self._state

@@ -35,6 +35,7 @@ _AF_UNIX = 1
 _PR_ALLOWED = (15, 16, 3, 23, 39)
 """PR_SET_NAME, PR_GET_NAME, PR_GET_DUMPABLE, PR_CAPBSET_READ, PR_GET_NO_NEW_PRIVS."""
 _PR_SET_PDEATHSIG = 1
+_RLIMIT_NPROC = 6
 NOTIFICATION_RECEIVE, NOTIFICATION_SEND = 0xC0502100, 0xC0182101
 _IOCTL_ALLOWED = (
     0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, NOTIFICATION_RECEIVE, NOTIFICATION_SEND,
@@ -150,6 +151,14 @@ def _death_signal() -> bytes:
     return _argument(0) + other + _only_if_equal(1, (signal.SIGKILL,), errno.EPERM)
 
 
+def _keep_process_limit() -> bytes:
+    """The body of a rule for prlimit64: RLIMIT_NPROC can be read, but not changed."""
+    other = _argument(1) + _op(_JEQ, _RLIMIT_NPROC, 1, 0) + _op(_RET, _ALLOW)
+    low_word = _argument(2) + _op(_JEQ, 0, 0, 2)  # of the pointer to a new limit
+    high_word = _op(_LD, _ARGS + 8 * 2 + 4) + _op(_JEQ, 0, 1, 0)
+    return other + low_word + high_word + _refuse(errno.EPERM) + _op(_RET, _ALLOW)
+
+
 def _connected_pair() -> bytes:
     """The body of the rule for socketpair without a mount namespace: only connected types."""
     code = _argument(1) + _op(_AND, _SOCK_TYPE)
@@ -191,7 +200,8 @@ def session_filter(level: str, forks: bool) -> BpfProgram:
 
     The worker decides about each signal, and about each copy if programs may not fork: those system
     calls wait for its answer. A session process asks for SIGKILL at the end of its worker; programs
-    cannot take that back, nor change by a filter of their own what system calls return.
+    cannot take that back, nor change by a filter of their own what system calls return, nor lower
+    the number of processes so that no copy can be made.
     """
     nr = syscalls.numbers()
     code = _prologue(syscalls.MACHINE)
@@ -199,6 +209,9 @@ def session_filter(level: str, forks: bool) -> BpfProgram:
         code += _when(nr[name], _op(_RET, _NOTIFY))
     for name in ("pidfd_send_signal", "pidfd_open", "seccomp"):
         code += _when(nr[name], _refuse(errno.EPERM))
+    code += _when(nr["prlimit64"], _keep_process_limit())
+    refused = _argument(0) + _op(_JEQ, _RLIMIT_NPROC, 0, 1) + _refuse(errno.EPERM)
+    code += _when(nr["setrlimit"], refused + _op(_RET, _ALLOW))
     if level != "strict":
         code += _when(nr["prctl"], _death_signal())
         for name in _METADATA:

@@ -39,6 +39,7 @@ from rstar2.codeenv.jail.session_process import (
     PipeFeeder,
     SessionCall,
     SessionProcess,
+    receive_listener,
     socket_pair,
 )
 from rstar2.codeenv.jail.strays import StrayProcesses
@@ -48,6 +49,10 @@ _COARSE_CLOCK = 5
 """CLOCK_REALTIME_COARSE: the clock of file times."""
 _FIRST_CHECK_S = 0.005
 _NO_LIMIT_S = 1e9
+_COPY_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE)
+"""Why a process cannot copy itself: processes, memory, or no room for the descriptors it needs."""
+_PUNCTUAL_S = 1.0
+"""A worker that notices a deadline this much later is on a machine that is too busy."""
 _SPARE_FILES = 64
 """Descriptors that a worker needs in addition to two for each member."""
 
@@ -108,7 +113,7 @@ class SessionWorker(JailWorker):
             self._become_session_process(request, theirs)
         theirs.close()
         process = SessionProcess(pid, ours, next(self._numbers))
-        listener = _receive_listener(ours)
+        listener = receive_listener(ours)
         if listener is None or not process.stop():
             if listener is not None:
                 os.close(listener)
@@ -222,11 +227,9 @@ class SessionWorker(JailWorker):
         self._watch(running)
         cpu_s = self.cpu_used(call)
         status = self._keep_one(name, running)
-        if running.copy is None:  # nothing was run
+        if running.copy is None:
             call.close()
-            unchanged = running.error and name in self.members
-            cause = frames.NO_COPY if unchanged else frames.NO_SESSION
-            self._reply(request, cause, running.error)
+            self._reply_not_run(request, running, status)
             return
         self._kill_strays()
         if call.cause == frames.SCRATCH:
@@ -247,6 +250,23 @@ class SessionWorker(JailWorker):
                 max(0, running.peak_kb - self.base_rss_kb) / 1024, self.files.used, left_out,
             )
         )  # fmt: skip
+
+    def _reply_not_run(self, request: WorkerRequest, running: SessionCall, status: int) -> None:
+        """Say why a session's process made no copy, and whether its own programs are to blame.
+
+        A process that was killed by the kernel, or on a machine that is too busy, may be innocent.
+        Programs have changed one that ended in another way, sent what makes no sense, or has not
+        copied itself although its worker got its own time on the CPU.
+        """
+        cause = running.call.cause or frames.NO_SESSION
+        if running.done and not status:
+            group = self.spec.group  # without one, other sessions count, too
+            own = {errno.EMFILE: True, errno.EAGAIN: group.pids, errno.ENOMEM: group.memory}
+            cause = frames.NO_ROOM if own[running.error] else frames.NO_COPY
+            status = running.error
+        elif running.call.cause == frames.EXITED and (running.lied or status != signal.SIGKILL):
+            cause = frames.BROKEN
+        self._reply(request, cause, status)
 
     def _discard_changes(self, before: FilesBefore | None) -> None:
         """Remove what a call wrote that used too much scratch: others could not run after it.
@@ -278,6 +298,7 @@ class SessionWorker(JailWorker):
         self.guard.expect(
             process.pid, (other.pid for other in self.members.values() if other is not process)
         )
+        process.discard_messages()
         with contextlib.suppress(OSError):  # it has ended: `_watch` notices
             socket.send_fds(process.sock, [message], descriptors)
         process.send(signal.SIGCONT)
@@ -370,7 +391,7 @@ class SessionWorker(JailWorker):
             left_s = call.started + deadlines.SESSION_COPY_S - time.monotonic()
             if left_s > 0:
                 return left_s
-            call.kill(frames.NO_SESSION)
+            call.kill(frames.BROKEN if left_s > -_PUNCTUAL_S else frames.NO_SESSION)
         elif running.aborted:
             call.kill(frames.ABORTED)
         return None if call.cause != frames.EXITED else self._check_limits(call)
@@ -390,7 +411,8 @@ class SessionWorker(JailWorker):
             data = running.process.sock.recv(64)
         except OSError:
             return False
-        if len(data) != session_program.REPORT.size:
+        running.lied = len(data) not in (0, session_program.REPORT.size)
+        if not data or running.lied:
             return False
         kind, value = session_program.REPORT.unpack(data)
         if kind == session_program.COPIED and running.copy is None:
@@ -400,12 +422,14 @@ class SessionWorker(JailWorker):
             call.started = time.monotonic()
             call.deadline = call.started + call.request.wall_s
             call.cpu_before = self._cpu_total(call)
-            return running.copy is not None
-        if kind == session_program.FAILED and running.copy is None:
-            running.error = max(1, min(value, 4095))
-        elif kind == session_program.DONE:
+            running.lied = running.copy is None
+            return not running.lied
+        if kind == session_program.FAILED and running.copy is None and value in _COPY_ERRORS:
+            running.error = value
+        elif kind == session_program.DONE and running.copy is not None:
             running.peak_kb = max(0, value)
         else:
+            running.lied = True
             return False
         running.done = True
         return True
@@ -473,13 +497,3 @@ def _next_file_time() -> int:
     while (now := time.clock_gettime_ns(_COARSE_CLOCK)) == before:
         time.sleep(0.0005)
     return now
-
-
-def _receive_listener(sock: socket.socket) -> int | None:
-    """The descriptor on which notifications arrive, from a process that has just started."""
-    patience = select.poll()
-    patience.register(sock, select.POLLIN)
-    if not patience.poll(deadlines.SESSION_ORDER_S * 1000):
-        return None
-    _, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
-    return descriptors[0] if descriptors else None

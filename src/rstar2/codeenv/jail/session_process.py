@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import select
@@ -25,6 +26,8 @@ class SessionProcess:
         self._pidfd = os.pidfd_open(pid)
         try:
             os.setpgid(pid, pid)
+        except PermissionError:  # copy of a process that called setsid: the guard protects it there
+            return
         except OSError:
             os.close(self._pidfd)
             raise
@@ -52,6 +55,12 @@ class SessionProcess:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         return state.si_code == os.CLD_STOPPED
+
+    def discard_messages(self) -> None:
+        """Drop what a program of an earlier call has sent; the process must be stopped."""
+        with contextlib.suppress(OSError):  # nothing more, or it has ended
+            while self.sock.recv(64):
+                pass
 
     def has_ended(self, wait_s: float = 0.0) -> bool:
         """Whether all threads have ended; waits up to `wait_s` for that."""
@@ -121,6 +130,8 @@ class SessionCall:
     """Why the process could not be copied: an error number."""
     done: bool = False
     """The process has carried out the order and waits for the next one."""
+    lied: bool = False
+    """The process has sent what makes no sense."""
     peak_kb: int = 0
 
 
@@ -129,3 +140,13 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     return ours, theirs
+
+
+def receive_listener(sock: socket.socket) -> int | None:
+    """The descriptor on which notifications arrive, from a process that has just started."""
+    patience = select.poll()
+    patience.register(sock, select.POLLIN)
+    if not patience.poll(deadlines.SESSION_ORDER_S * 1000):
+        return None
+    _, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
+    return descriptors[0] if descriptors else None

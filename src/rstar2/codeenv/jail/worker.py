@@ -48,7 +48,7 @@ small outputs fit into the pipe."""
 _SHARED_COUNT = 1024
 """Slack where RLIMIT_NPROC also counts other processes of the same uid; a pids cgroup is exact."""
 _SCRATCH_CHECK_S = 0.03
-"""Longest interval between two checks of the limits in portable, where scratch is checked."""
+"""Maximum interval between two checks of the limits in portable, where scratch is checked."""
 _GATHER_MS = 2
 """Pause between two reads of a program that writes little at a time."""
 _CPU_FD = 202
