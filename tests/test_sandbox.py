@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 
 from rstar2 import AsyncSandbox, CodeEnvError, Outcome, Sandbox, UserError, sandbox
-from rstar2.codeenv.client import progress
+from rstar2.codeenv.client import sandbox_calls
 from rstar2.codeenv.client.background import background
 from rstar2.codeenv.client.client import CodeEnvClient
-from rstar2.codeenv.client.sandbox_calls import merge_limits
+from rstar2.codeenv.client.sandbox_calls import ProgressLine, merge_limits
 from rstar2.types import Limits
 
 pytestmark = pytest.mark.slow
@@ -32,7 +32,7 @@ SLOTS = 2
 
 @pytest.fixture(scope="module")
 def box() -> Iterator[Sandbox]:
-    with Sandbox(slots=SLOTS) as box:
+    with Sandbox(slots=SLOTS, wall_s=60.0) as box:
         yield box
 
 
@@ -95,7 +95,7 @@ def test_bad_files_are_refused_by_name(box: Sandbox) -> None:
 
 def test_limits_hold_for_a_call_and_for_a_sandbox(box: Sandbox) -> None:
     assert box.run("while True: pass", wall_s=0.3).outcome is Outcome.TIMEOUT
-    with Sandbox(slots=SLOTS, output_chars=10) as short:
+    with Sandbox(slots=SLOTS, wall_s=60.0, output_chars=10) as short:
         assert short.run("print(100 * 'x')").truncated.stdout
         assert not short.run("print(100 * 'x')", output_chars=1000).truncated
 
@@ -164,15 +164,15 @@ def test_a_long_map_shows_a_bar_on_a_terminal(
     box: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = threading.Event()
-    show = progress.ProgressLine.show
+    show = ProgressLine.show
 
-    def observed(line: progress.ProgressLine) -> None:
+    def observed(line: ProgressLine) -> None:
         show(line)
         shown.set()
 
     terminal = Terminal()
-    monkeypatch.setattr(progress.ProgressLine, "show", observed)
-    monkeypatch.setattr(progress, "SHOW_PROGRESS_S", 0.0)
+    monkeypatch.setattr(ProgressLine, "show", observed)
+    monkeypatch.setattr(sandbox_calls, "SHOW_PROGRESS_S", 0.0)
     monkeypatch.setattr(sys, "stderr", terminal)
     results = box.map(["import time; time.sleep(0.2)"] * 4)
     assert shown.is_set()

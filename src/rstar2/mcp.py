@@ -29,7 +29,6 @@ from mcp.server.lowlevel.server import Server
 from mcp.server.stdio import stdio_server
 from mcp.server.streamable_http import MCP_SESSION_ID_HEADER
 from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
-from mcp.server.transport_security import TransportSecuritySettings
 from mcp.shared.exceptions import MCPError
 from mcp.types import (
     INTERNAL_ERROR,
@@ -47,13 +46,12 @@ from rstar2 import __version__
 from rstar2.codeenv import deadlines
 from rstar2.codeenv.client import CodeEnvClient, CodeSession
 from rstar2.codeenv.protocol import RunRequest
-from rstar2.codeenv.server.app import Receive, Scope, Send, authorized, send_unauthorized
+from rstar2.codeenv.server.app import authorized, send_unauthorized
 from rstar2.codeenv.server.connections import HttpServer, connection_bound
 from rstar2.codeenv.server.serve import StopSignal, check_exposure, http_config, url_of
 from rstar2.config import CodeEnvConfig
-from rstar2.config.codeenv import LOOPBACK
 from rstar2.errors import CodeEnvError, RstarError, UserError
-from rstar2.http_server import bind
+from rstar2.http_server import Receive, Scope, Send, bind
 from rstar2.tool_text import tool_text
 from rstar2.types import Limits, Outcome, ToolResult
 
@@ -352,13 +350,12 @@ async def serve_http(
 ) -> None:
     """Serve at config.host:config.port until SIGTERM or Ctrl-C."""
     check_exposure(config)
-    manager = StreamableHTTPSessionManager(
-        tools.server(), security_settings=_browser_guard(config), session_idle_timeout=session_ttl_s
-    )
+    manager = StreamableHTTPSessionManager(tools.server(), session_idle_timeout=session_ttl_s)
     stop = StopSignal()
     with bind(config.host, config.port) as sock, stop.on_signals():
         server = HttpServer(
-            http_config(McpApp(tools, manager, config.token)), connection_bound(config.connections)
+            http_config(McpApp(tools, manager, config.token), config.token),
+            connection_bound(config.connections),
         )
         async with manager.run():
             serving = asyncio.create_task(server.serve(sockets=[sock]))
@@ -370,13 +367,3 @@ async def serve_http(
             serving.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
-
-
-def _browser_guard(config: CodeEnvConfig) -> TransportSecuritySettings | None:
-    """On loopback no token is needed, so pages of other sites must not reach it (DNS rebinding)."""
-    if config.host not in LOOPBACK:
-        return None
-    hosts = ["127.0.0.1:*", "localhost:*", "[::1]:*"]
-    return TransportSecuritySettings(
-        allowed_hosts=hosts, allowed_origins=[f"http://{host}" for host in hosts]
-    )

@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 
 import pytest
@@ -22,18 +22,20 @@ from rstar2.codeenv.protocol import (
 )
 from rstar2.codeenv.server.app import CodeEnvApp
 from rstar2.codeenv.server.calls import CallTable
-from rstar2.codeenv.server.connections import HttpServer
+from rstar2.codeenv.server.connections import HttpConnection, HttpServer
 from rstar2.codeenv.server.serve import http_config
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError, QueueFullError, UserError
+from rstar2.http_server import UnreadAnswer
 from rstar2.types import Outcome, ToolResult
 
 
 class FakeExecutor:
     """Runs a toy language, one instruction per program, so that tests choose what happens.
 
-    `echo TEXT`, `sleep SECONDS`, `hang`, `flaky N` (infrastructure N times, then ok),
-    `swap` (answers with another call's id), `full` (its queue is full), `crash` (a bug).
+    `echo TEXT`, `print N` (N characters), `sleep SECONDS`, `hang`, `flaky N` (infrastructure N
+    times, then ok), `swap` (answers with another call's id), `full` (its queue is full), `crash`
+    (a bug).
     """
 
     def __init__(self, slots: int = 4) -> None:
@@ -67,7 +69,9 @@ class FakeExecutor:
             raise UserError(f"no session {request.session!r}")
         word, _, rest = request.code.partition(" ")
         answered = request.id
-        if word == "sleep":
+        if word == "print":
+            rest = int(rest) * "x"
+        elif word == "sleep":
             await asyncio.sleep(float(rest))
         elif word == "hang":
             await self.release.wait()
@@ -135,12 +139,24 @@ class Running:
 
     async def start(self) -> None:
         self._server = HttpServer(
-            http_config(self.app), self.connections, header_read_s=self.header_read_s
+            http_config(self.app, self.app.token),
+            self.connections,
+            header_read_s=self.header_read_s,
         )
         self.sock.listen(64)
         self._task = asyncio.create_task(self._server.serve(sockets=[self.sock]))
         while not self._server.started:  # noqa: ASYNC110 (uvicorn offers no event)
             await asyncio.sleep(0.01)
+
+    @property
+    def open_connections(self) -> list[HttpConnection]:
+        assert self._server is not None
+        return self._server._open()
+
+    @property
+    def unread(self) -> Mapping[HttpConnection, UnreadAnswer]:
+        assert self._server is not None
+        return self._server.unread
 
     async def kill(self) -> None:
         """Abort every connection and stop listening."""

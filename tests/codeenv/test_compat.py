@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
+from importlib import import_module
 from typing import Any
 
 import httpx
 import pytest
 
 from rstar2.codeenv.protocol import RunRequest
+from rstar2.codeenv.server import compat
 from rstar2.types import Outcome, ToolResult
 
 
@@ -176,6 +179,46 @@ async def test_code_judge_batch_that_is_no_json_is_refused(serve: Any) -> None:
             assert (response.status_code, response.json()["error"]["code"]) == (400, "bad_json")
 
 
+async def test_code_judge_batches_of_thousands_are_answered_in_order(serve: Any) -> None:
+    subs = [submission(solution=f"echo {number}") for number in range(2000)]
+    async with serve() as server:
+        status, body = await ask(server, "/run/long-batch", {"submissions": subs})
+        assert status == 200
+        assert [result["stdout"] for result in body["results"]] == [str(n) for n in range(2000)]
+
+
+async def test_code_judge_batches_are_bounded(serve: Any) -> None:
+    most = compat.MAX_SUBMISSIONS
+    async with serve() as server:
+        status, body = await ask(server, "/run/batch", {"submissions": [{}] * (most + 1)})
+        assert (status, body["error"]["code"]) == (413, "too_large")
+        assert f"{most + 1} programs; send at most {most}" in body["error"]["message"]
+
+
+async def test_others_are_served_while_a_large_batch_is_read(serve: Any) -> None:
+    """A third of a megabyte of empty submissions stopped the server for seconds."""
+    passes = 0
+
+    async def others() -> None:
+        nonlocal passes
+        while True:
+            await asyncio.sleep(0)
+            passes += 1
+
+    parts = 8
+    body = {"submissions": [*[{}] * (parts * compat.SUBMISSIONS_AT_ONCE), submission()]}
+    async with serve() as server:
+        busy = asyncio.create_task(others())
+        answer = await compat.Compat(server.table)._batch(
+            json.dumps(body).encode(), 60.0, judge=True
+        )
+        busy.cancel()
+    assert [result.reason for result in answer.results] == ["invalid_input"] * (
+        parts * compat.SUBMISSIONS_AT_ONCE
+    ) + [""]
+    assert passes >= parts
+
+
 async def test_code_judge_allows_ten_seconds_or_the_cap(serve: Any) -> None:
     low = {"cap": {"wall_s": 4.0, "cpu_s": 3.0}}
     settings: Any
@@ -239,7 +282,7 @@ async def test_ping_and_status(serve: Any) -> None:
 
 def fusion(server: Any, **more: Any) -> Any:
     """One request through the published client, in a thread as it is synchronous."""
-    sandbox_fusion = pytest.importorskip("sandbox_fusion")
+    sandbox_fusion = import_module("sandbox_fusion")
     request = sandbox_fusion.RunCodeRequest(
         **{"code": "print(1)", "language": "python", "run_timeout": 7, **more}
     )

@@ -10,16 +10,18 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
 import pytest
 
 from rstar2.codeenv import deadlines
+from rstar2.codeenv.server.connections import MAX_PIPELINED_BYTES
 
-POST = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
-GET = b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n"
+POST = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+GET = b"GET /ping HTTP/1.1\r\nhost: localhost\r\n\r\n"
+METRICS = GET.replace(b"ping", b"metrics")
 
 
 @contextlib.asynccontextmanager
@@ -98,6 +100,72 @@ async def test_a_trickle_of_header_bytes_does_not_extend_the_deadline(serve: Any
         assert closed.result() == b""
 
 
+@contextlib.asynccontextmanager
+async def not_reading(server: Any, sent: bytes) -> AsyncIterator[socket.socket]:
+    """A caller that sends requests until the server takes no more, and reads no answer."""
+    loop = asyncio.get_running_loop()
+    with socket.socket() as caller:
+        caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        caller.setblocking(False)
+        await loop.sock_connect(caller, ("127.0.0.1", server.port))
+        sending = asyncio.create_task(loop.sock_sendall(caller, sent))
+        try:
+            yield caller
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+
+
+def runs(count: int, chars: int) -> bytes:
+    """Pipelined calls, each with an output of `chars`."""
+    bodies = [json.dumps({"id": f"c{n}", "code": f"print {chars}"}).encode() for n in range(count)]
+    return b"".join(POST % (b"/v1/run", len(body)) + body for body in bodies)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(120):
+        while not condition():  # noqa: ASYNC110 (of the server)
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("sent", [runs(12, 900_000), 4000 * METRICS], ids=["runs", "metrics"])
+async def test_a_caller_that_does_not_read_is_disconnected_while_it_is_busy(
+    serve: Any, sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadlines, "UNREAD_S", 0.1)
+    async with serve() as server, not_reading(server, sent):
+        await until(lambda: [c for c in server.open_connections if c.flow.write_paused])
+        assert server.open_connections[0].busy
+        await until(lambda: not server.open_connections)
+        assert await ping(server) == "pong"
+
+
+async def test_a_caller_that_does_not_read_gives_way_to_a_new_one(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadlines, "UNREAD_AT_BOUND_S", 0.0)
+    async with serve(connections=8) as server, contextlib.AsyncExitStack() as callers:
+        for _ in range(8):
+            await callers.enter_async_context(not_reading(server, runs(12, 900_000)))
+        await until(lambda: sum(u.unread_s > 0 for u in server.unread.values()) == 8)
+        assert all(connection.busy for connection in server.open_connections)
+        assert await ping(server) == "pong"
+
+
+async def test_pipelined_requests_wait_outside_the_server(serve: Any) -> None:
+    """Every answer let the server read on, and it kept all that it read."""
+    async with serve() as server, connected(server, 1) as pairs:
+        reader, writer = pairs[0]
+        count, most = 300, 0
+        writer.write(count * GET.replace(b"\r\n", b"\r\nx: " + 8000 * b"y" + b"\r\n", 1))
+        async with asyncio.timeout(120):
+            for _ in range(count):
+                head = await reader.readuntil(b'"pong"')
+                assert b"200 OK" in head
+                most = max(most, len(server.open_connections[0].conn.trailing_data[0]))
+        assert 0 < most <= 2 * MAX_PIPELINED_BYTES
+
+
 async def test_accepting_without_descriptors_pauses_and_logs_once(
     serve: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -149,7 +217,7 @@ async def exchange(server: Any, sent: bytes) -> bytes:
         return await read_all(reader)
 
 
-CLOSE = b"host: x\r\nconnection: close\r\n"
+CLOSE = b"host: localhost\r\nconnection: close\r\n"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +230,7 @@ CLOSE = b"host: x\r\nconnection: close\r\n"
         (b"GET /v1/run HTTP/1.1\r\n" + CLOSE + b"\r\n", 405, b"it takes POST"),
         (b"GET /%ff HTTP/1.1\r\n" + CLOSE + b"\r\n", 404, b"no such path"),
         (
-            b"GET /v1/run HTTP/1.1\r\nhost: x\r\nconnection: close, upgrade\r\n"
+            b"GET /v1/run HTTP/1.1\r\nhost: localhost\r\nconnection: close, upgrade\r\n"
             b"upgrade: websocket\r\n\r\n",
             405,
             b"it takes POST",
@@ -197,6 +265,39 @@ async def test_odd_requests_get_an_answer_and_no_log_line(
         assert part in answer
         assert await ping(server) == "pong"
     assert not caplog.records
+
+
+async def test_a_request_with_two_lengths_ends_its_connection(serve: Any) -> None:
+    """The rest was served as a second request, which a proxy in front may not have seen."""
+    async with serve() as server:
+        answer = await exchange(
+            server,
+            POST[:-2] % (b"/v1/run", 3) + b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n" + GET,
+        )
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert b"send one of them" in answer
+        assert b"pong" not in answer
+
+
+PAGE = {"origin": "https://evil.example", "content-type": "text/plain"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"), [({}, 200), (PAGE, 403), ({"host": "evil.example"}, 403)]
+)
+@pytest.mark.parametrize("token", [None, "secret"])
+async def test_a_server_without_a_token_refuses_web_pages(
+    serve: Any, headers: dict[str, str], status: int, token: str | None
+) -> None:
+    async with serve(token=token) as server, httpx.AsyncClient(timeout=120) as http:
+        if token:
+            headers, status = {**headers, "authorization": f"Bearer {token}"}, 200
+        body = json.dumps({"id": "a", "code": "echo 1"})
+        answer = await http.post(server.url + "/v1/run", content=body, headers=headers)
+        assert answer.status_code == status
+        assert server.executor.executed["a"] == (status == 200)
+        if status == 403:
+            assert answer.json()["error"]["code"] == "forbidden"
 
 
 async def test_pipelined_requests_are_answered_in_order(serve: Any) -> None:

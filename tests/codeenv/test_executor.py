@@ -16,7 +16,7 @@ from rstar2.codeenv.wire import Refusal
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import QueueFullError, UserError
 from rstar2.types import Limits, Outcome, ToolResult
-from tests.codeenv.levels import levels
+from tests.codeenv.levels import PATIENT, levels
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 FUNCTIONS = {"echo": "json:dumps", "forever": "signal:pause", "gone": "no_such_module:f"}
@@ -25,7 +25,7 @@ _ids = itertools.count()
 
 @pytest_asyncio.fixture(params=levels(), scope="module", loop_scope="module")
 async def table(request: pytest.FixtureRequest) -> AsyncIterator[CallTable]:
-    config = CodeEnvConfig(slots=2, queue=50, sessions=4)
+    config = CodeEnvConfig(slots=2, queue=50, sessions=4, default=PATIENT)
     executor = WorkerExecutor(config, request.param, FUNCTIONS)
     await executor.start()
     table = CallTable(executor, config, "test")
@@ -115,8 +115,6 @@ async def test_warm_modules_work(table: CallTable) -> None:
         "x = sympy.symbols('x')\n"
         "print(sympy.solve(x**2 - 5*x + 6), np.linalg.det(np.eye(2)), mpmath.mp.dps)\n"
         "print(round(optimize.brentq(lambda t: t * t - 2, 0, 2), 6))",
-        wall_s=30.0,
-        cpu_s=30.0,
     )
     assert result.stdout == "[2, 3] 1.0 15\n1.414214\n", result
 
@@ -155,13 +153,15 @@ async def test_same_id_is_executed_once(table: CallTable) -> None:
 
 
 async def test_deadline_counts_the_time_in_the_queue(table: CallTable) -> None:
-    busy = [asyncio.create_task(run(table, "while True: pass", wall_s=1.0)) for _ in range(2)]
+    busy = [asyncio.create_task(run(table, "while True: pass")) for _ in range(2)]
     while table.busy < 2:  # noqa: ASYNC110 (the table offers no event)
         await asyncio.sleep(0.01)
     late = await table.call(RunRequest("late", "print(1)", deadline_s=0.2))
     assert late.outcome is Outcome.INFRASTRUCTURE
     assert "deadline" in late.message
-    assert [r.outcome for r in await asyncio.gather(*busy)] == [Outcome.TIMEOUT] * 2
+    for task in busy:
+        task.cancel()
+    await asyncio.gather(*busy, return_exceptions=True)
 
 
 async def test_program_cut_short_by_the_deadline_is_not_blamed(table: CallTable) -> None:

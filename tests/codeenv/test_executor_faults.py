@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import signal
@@ -25,10 +26,17 @@ from rstar2.codeenv.server.workers import WorkerLink
 from rstar2.codeenv.wire import Refusal
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import IsolationError
-from rstar2.types import Limits, Outcome
-from tests.codeenv.levels import levels
+from rstar2.types import Limits, Outcome, ToolResult
+from tests.codeenv.levels import PATIENT, levels
 
 pytestmark = pytest.mark.slow
+WAITING = """
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCONT})
+signal.sigwait({signal.SIGCONT})
+print('ok')
+"""
+"""Ends when `released` sends SIGCONT, which has no effect on a program that does not wait yet."""
 
 SERVER = """
 import asyncio, os, sys
@@ -59,7 +67,8 @@ asyncio.run(main())
 
 @pytest_asyncio.fixture(params=levels())
 async def executor(request: pytest.FixtureRequest) -> AsyncIterator[WorkerExecutor]:
-    executor = WorkerExecutor(CodeEnvConfig(slots=2, warm_up="never"), request.param)
+    config = CodeEnvConfig(slots=2, warm_up="never", default=PATIENT)
+    executor = WorkerExecutor(config, request.param)
     await executor.start()
     yield executor
     await executor.close()
@@ -106,14 +115,27 @@ async def running(executor: WorkerExecutor) -> WorkerLink:
     return next(link for link in executor.workers.links if link.busy)
 
 
+async def released(executor: WorkerExecutor, call: asyncio.Task[ToolResult]) -> ToolResult:
+    """The result of a call of WAITING, which this lets end."""
+
+    def ended() -> bool:
+        for link in executor.workers.links:
+            for children in Path(f"/proc/{link.pid}/task").glob("*/children"):
+                with contextlib.suppress(OSError):
+                    for pid in children.read_text().split():
+                        os.kill(int(pid), signal.SIGCONT)
+        return call.done()
+
+    await until(ended)
+    return await call
+
+
 async def test_killed_worker_is_replaced_and_its_call_answered(
     table: CallTable, executor: WorkerExecutor
 ) -> None:
-    call = asyncio.create_task(
-        table.call(RunRequest("w", "import time; time.sleep(1); print('ok')"))
-    )
+    call = asyncio.create_task(table.call(RunRequest("w", WAITING)))
     os.kill((await running(executor)).pid, signal.SIGKILL)
-    result = await call
+    result = await released(executor, call)
     assert (result.outcome, result.stdout, result.attempts) == (Outcome.OK, "ok\n", 2)
     assert table.health().restarts >= 1
 
@@ -121,13 +143,12 @@ async def test_killed_worker_is_replaced_and_its_call_answered(
 async def test_killed_zygote_is_replaced_and_its_calls_answered(
     table: CallTable, executor: WorkerExecutor
 ) -> None:
-    call = asyncio.create_task(
-        table.call(RunRequest("z", "import time; time.sleep(1); print('ok')"))
-    )
+    call = asyncio.create_task(table.call(RunRequest("z", WAITING)))
     link = await running(executor)
     workers = [other.pid for other in executor.workers.links if other.flavour == link.flavour]
     os.kill(executor.workers.zygotes[link.flavour].pid, signal.SIGKILL)
-    result = await call
+    await until(lambda: link not in executor.workers.links)
+    result = await released(executor, call)
     assert (result.outcome, result.stdout, result.attempts) == (Outcome.OK, "ok\n", 2)
     assert await all_ended(workers)
 
@@ -149,12 +170,18 @@ async def test_call_whose_worker_dies_twice_is_infrastructure(
     assert again.stdout == "now\n"
 
 
-async def test_hung_worker_is_replaced(table: CallTable, executor: WorkerExecutor) -> None:
+async def test_hung_worker_is_replaced(
+    table: CallTable, executor: WorkerExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One second is enough to find that a stopped worker hangs; the next one has all its time."""
     await table.call(RunRequest("h0", "1"))
     for link in list(executor.workers.links):
         os.kill(link.pid, signal.SIGSTOP)
-    result = await table.call(RunRequest("h1", "print('ok')", limits=Limits(wall_s=3.0)))
-    assert (result.outcome, result.stdout) == (Outcome.OK, "ok\n")
+        monkeypatch.setattr(
+            link, "ask", functools.partial(link.ask, grace_s=1.0 - (PATIENT.wall_s or 0.0))
+        )
+    result = await table.call(RunRequest("h1", "print('ok')"))
+    assert (result.outcome, result.stdout, result.attempts) == (Outcome.OK, "ok\n", 2)
 
 
 async def test_lost_session_is_reported_as_infrastructure(
@@ -185,11 +212,11 @@ async def test_call_without_waiters_is_cancelled_and_may_be_asked_again(
 async def test_call_continues_while_one_of_two_waits_for_it(
     table: CallTable, executor: WorkerExecutor
 ) -> None:
-    request = RunRequest("d", "import time; time.sleep(0.5); print('done')")
+    request = RunRequest("d", WAITING)
     first, second = (asyncio.create_task(table.call(request)) for _ in range(2))
     await running(executor)
     first.cancel()
-    assert (await second).stdout == "done\n"
+    assert (await released(executor, second)).stdout == "ok\n"
     assert table.health().completed == {"ok": 1}
 
 

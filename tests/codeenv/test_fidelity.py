@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import subprocess
 import sys
@@ -127,13 +128,18 @@ async def test_program_prints_what_it_prints_in_a_plain_interpreter(
     assert (result.outcome, result.stdout) == (Outcome.OK, expected.stdout), result
 
 
+@pytest.mark.parametrize("hidden", [False, True])
 async def test_processes_can_be_spawned_where_processes_are_allowed(
-    executor: WorkerExecutor, tmp_path: Path
+    executor: WorkerExecutor, tmp_path: Path, hidden: bool
 ) -> None:
+    """Also by a program whose text does not say so."""
     if not all(link.spec.forks for link in executor.workers.links):
         pytest.skip("calls may not start processes here")
-    expected = await plain(SPAWNED, tmp_path)
-    result = await jailed(executor, SPAWNED)
+    encoded = base64.b64encode(SPAWNED.encode()).decode()
+    program = f"import base64\nexec(base64.b64decode('{encoded}'))\n" if hidden else SPAWNED
+    expected = await plain(program, tmp_path)
+    assert expected.stdout == "[0, 1, 4, 9]\n"
+    result = await jailed(executor, program)
     assert (result.outcome, result.stdout) == (Outcome.OK, expected.stdout), result
     left = await jailed(executor, "import os\nprint('program.py' in os.listdir('.'))")
     assert left.stdout == "False\n"

@@ -16,7 +16,7 @@ from rstar2.codeenv.sizes import MAX_FILES, MAX_FILES_BYTES
 from rstar2.codeenv.wire import Refusal
 from rstar2.config import CodeEnvConfig
 from rstar2.types import Limits, Outcome, ToolResult
-from tests.codeenv.levels import levels
+from tests.codeenv.levels import PATIENT, levels
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 _ids = itertools.count()
@@ -24,7 +24,7 @@ _ids = itertools.count()
 
 @pytest_asyncio.fixture(params=levels(), scope="module", loop_scope="module")
 async def table(request: pytest.FixtureRequest) -> AsyncIterator[CallTable]:
-    config = CodeEnvConfig(slots=1)
+    config = CodeEnvConfig(slots=1, default=PATIENT)
     executor = WorkerExecutor(config, request.param)
     await executor.start()
     table = CallTable(executor, config, "test")

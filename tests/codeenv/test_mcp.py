@@ -13,9 +13,6 @@ from typing import Any
 
 import httpx
 import pytest
-
-pytest.importorskip("mcp")
-
 from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
@@ -229,6 +226,15 @@ async def test_http_asks_for_its_token(codeenv: str) -> None:
             assert (await http.get(url.replace("/mcp", "/other"))).status_code == 404
             async with Client(streamable_http_client(url, http_client=http)) as client:
                 assert text(await client.call_tool("python", {"code": "1"})) == "1"
+
+
+@pytest.mark.slow
+async def test_http_without_a_token_refuses_web_pages(http_url: str) -> None:
+    async with create_mcp_http_client() as http:
+        for header in ({"origin": "https://evil.example"}, {"host": "evil.example"}):
+            refused = await http.post(http_url, json={}, headers=header)
+            assert refused.status_code == 403
+            assert refused.json()["error"]["code"] == "forbidden"
 
 
 BEARER = {"authorization": "Bearer secret"}

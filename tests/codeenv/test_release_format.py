@@ -83,12 +83,11 @@ def test_cells_show_values_output_errors_and_history(served_url: str) -> None:
 
 
 def test_a_program_may_take_ten_seconds(served_url: str) -> None:
-    """code-judge's limit is 10 s, not the 5 s of our own API."""
-    patient, endless = submit(
-        served_url,
-        wrapped("import time\ntime.sleep(5.5)\nprint('done')"),
-        wrapped("import time\ntime.sleep(100)"),
+    """code-judge's limit is 10 s, not the 5 s of our own API.
+
+    The kernel's own limit of CPU time, which a program can read, is one second above it.
+    """
+    (shown,) = submit(
+        served_url, wrapped("import resource\nresource.getrlimit(resource.RLIMIT_CPU)")
     )
-    assert (patient["success"], patient["stdout"]) == (True, "done\n")
-    assert (endless["success"], endless["reason"]) == (False, "worker_timeout")
-    assert "10 s" in endless["stderr"]
+    assert shown["stdout"] == "(11, 11)\n"

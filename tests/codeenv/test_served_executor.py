@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from importlib import import_module
 from typing import Any
 
 import httpx
@@ -16,6 +17,8 @@ from rstar2.config import CodeEnvConfig
 from rstar2.types import Limits, Outcome, ToolResult
 
 pytestmark = pytest.mark.slow
+LONG = Limits(wall_s=60.0, cpu_s=60.0)
+"""Limits of programs that end by themselves."""
 
 
 @pytest.fixture
@@ -30,13 +33,14 @@ def run(client: CodeEnvClient, request: pytest.FixtureRequest) -> Any:
 
     async def call(code: str, **more: Any) -> ToolResult:
         call_id = f"{request.node.name}-{next(numbers)}"
-        return await client.run(RunRequest(call_id, code, **{"deadline_s": 60.0, **more}))
+        given: dict[str, Any] = {"deadline_s": 200.0, "limits": LONG, **more}
+        return await client.run(RunRequest(call_id, code, **given))
 
     return call
 
 
 async def test_outcomes_arrive_as_they_are(run: Any) -> None:
-    quick = Limits(wall_s=30.0, cpu_s=0.5)
+    quick = Limits(wall_s=60.0, cpu_s=0.5)
     programs = {
         "print(input())": Outcome.OK,
         "x = 1": Outcome.NO_OUTPUT,
@@ -59,7 +63,7 @@ async def test_many_calls_get_their_own_results(run: Any) -> None:
 
 @pytest.mark.parametrize("name", sorted(PROGRAMS))
 async def test_the_benchmarks_programs_run(run: Any, name: str) -> None:
-    result = await run(PROGRAMS[name], limits=Limits(wall_s=20.0, cpu_s=20.0))
+    result = await run(PROGRAMS[name])
     expected = Outcome.EXCEPTION if name == "exception" else Outcome.OK
     assert result.outcome is expected, result
 
@@ -88,7 +92,7 @@ async def test_a_session_keeps_state_rolls_back_and_branches(
 
 
 async def test_sandbox_fusions_client_runs_programs(served_url: str) -> None:
-    sandbox_fusion = pytest.importorskip("sandbox_fusion")
+    sandbox_fusion = import_module("sandbox_fusion")
 
     def ask(code: str, **more: Any) -> Any:
         request = sandbox_fusion.RunCodeRequest(code=code, language="python", **more)

@@ -119,7 +119,7 @@ async def test_bad_input_is_refused_by_name(
 async def test_a_body_above_the_limit_is_refused_unread(serve: Any) -> None:
     async with serve() as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(b"POST /v1/run HTTP/1.1\r\nhost: x\r\ncontent-length: 999999999\r\n\r\n")
+        writer.write(b"POST /v1/run HTTP/1.1\r\nhost: [::1]\r\ncontent-length: 999999999\r\n\r\n")
         head = await reader.readuntil(b"\r\n")
         writer.close()
         await writer.wait_closed()
@@ -218,7 +218,7 @@ async def test_a_disconnecting_caller_cancels_its_queued_calls(serve: Any) -> No
     async with serve(slots=1) as server:
         body = wire.join_batch([json.dumps(run(str(i), "hang")).encode() for i in range(3)])
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        head = f"POST /v1/batch HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/batch HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         await until(lambda: server.table.active == 3)
         writer.close()

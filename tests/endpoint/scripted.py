@@ -1,7 +1,8 @@
-"""A generator that answers with given texts: the hand-written seam of adapter tests."""
+"""Generators that answer with given texts: the hand-written seam of tests of the endpoint."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -36,3 +37,35 @@ class ScriptedGenerator:
 
     async def release(self, session: str) -> None:
         return
+
+
+@dataclass
+class Script:
+    """Gives these texts, one after another; an exception is raised, None waits for ever."""
+
+    template: Template
+    texts: list[str | Exception | None]
+    prompts: list[tuple[int, ...]] = field(default_factory=list)
+    samplings: list[Sampling] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, deadline_s: float
+    ) -> Generation:
+        self.prompts.append(tuple(prompt_ids))
+        self.samplings.append(sampling)
+        self.asked.set()
+        text = self.texts.pop(0)
+        if text is None:
+            await asyncio.Event().wait()
+        if isinstance(text, Exception):
+            raise text
+        assert text is not None
+        ids = (*self.template.encode(text), self.template.encode("<|im_end|>")[0])
+        cut = ids[: sampling.max_new_tokens]
+        finish = Finish.STOP if cut == ids else Finish.LENGTH
+        return Generation(cut, (-0.1,) * len(cut), ((0, len(cut)),), finish)
+
+    async def release(self, session: str) -> None:
+        self.released.append(session)

@@ -4,6 +4,7 @@ once and nothing is left behind."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -28,7 +29,7 @@ from rstar2.types import Limits, Outcome, ToolResult
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 
 LONG = Limits(wall_s=60.0, cpu_s=60.0)
-"""Limits of programs that run until the test ends them."""
+"""Limits of programs that end by themselves, or run until the test ends them."""
 PATIENCE_S = 120.0
 """How long a wait for an event may take on a busy machine."""
 
@@ -118,14 +119,13 @@ def server_pid(client: CodeEnvClient) -> int:
 
 
 async def run(client: CodeEnvClient, call_id: str, code: str, **more: Any) -> ToolResult:
-    return await client.run(RunRequest(call_id, code, **{"deadline_s": 200.0, **more}))
+    given: dict[str, Any] = {"deadline_s": 200.0, "limits": LONG, **more}
+    return await client.run(RunRequest(call_id, code, **given))
 
 
 def flood(client: CodeEnvClient, count: int) -> list[asyncio.Task[ToolResult]]:
     return [
-        asyncio.create_task(
-            run(client, f"call-{i}", f"import time; time.sleep(0.02); print({i})", limits=LONG)
-        )
+        asyncio.create_task(run(client, f"call-{i}", f"import time; time.sleep(0.02); print({i})"))
         for i in range(count)
     ]
 
@@ -174,7 +174,7 @@ async def test_killing_workers_and_zygotes_loses_no_call(client: CodeEnvClient) 
 
 async def test_closing_leaves_nothing() -> None:
     client = await CodeEnvClient.start(CodeEnvConfig(slots=2, warm_up="never"))
-    endless = asyncio.create_task(run(client, "endless", "while True: pass", limits=LONG))
+    endless = asyncio.create_task(run(client, "endless", "while True: pass"))
     assert (await run(client, "a", "print(1)")).outcome is Outcome.OK
     server = server_pid(client)
     processes = family(server)
@@ -235,6 +235,13 @@ def on_ready(ready):
 asyncio.run(serve(config, on_ready=on_ready, grace_s=1000.0))
 """
 """A server that waits long for running calls when it is asked to stop."""
+WAITING = """
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCONT})
+signal.sigwait({signal.SIGCONT})
+print('done')
+"""
+"""A program that ends when it gets SIGCONT, which harms no process."""
 
 
 def serve(program: str) -> tuple[subprocess.Popen[str], str]:
@@ -254,11 +261,16 @@ def serve(program: str) -> tuple[subprocess.Popen[str], str]:
 async def test_a_signal_lets_the_running_call_finish(number: signal.Signals, program: str) -> None:
     process, url = await asyncio.to_thread(serve, program)
     async with await CodeEnvClient.start(CodeEnvConfig(urls=(url,))) as client:
-        code = "import time; time.sleep(1); print('done')"
-        call = asyncio.create_task(run(client, "a", code, limits=LONG))
+        call = asyncio.create_task(run(client, "a", WAITING))
         await until_health(url, busy=1)
         processes = family(process.pid)
         process.send_signal(number)
+        async with asyncio.timeout(PATIENCE_S):
+            while not call.done():  # SIGCONT has an effect on the waiting program only
+                for pid, _ in family(process.pid):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGCONT)
+                await asyncio.sleep(0.02)
         assert (await call).stdout == "done\n"
     assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
     assert process.stdout is not None
@@ -308,14 +320,11 @@ async def test_a_hung_server_is_replaced(
 
 async def test_a_caller_that_goes_away_frees_the_slot(client: CodeEnvClient) -> None:
     """The deadline is shorter than the six programs would take on two slots."""
-    hogs = [
-        asyncio.create_task(run(client, f"hog-{i}", "while True: pass", limits=LONG))
-        for i in range(6)
-    ]
+    hogs = [asyncio.create_task(run(client, f"hog-{i}", "while True: pass")) for i in range(6)]
     server = client.endpoints[0]
     assert server.owned is not None
     await until_health(server.url, server.owned.token, busy=2)
     for hog in hogs:
         hog.cancel()
-    result = await run(client, "next", "print(3)", deadline_s=100.0, limits=LONG)
+    result = await run(client, "next", "print(3)", deadline_s=100.0)
     assert (result.outcome, result.stdout) == (Outcome.OK, "3\n")

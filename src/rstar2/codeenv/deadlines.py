@@ -69,8 +69,10 @@ KEEP_ALIVE_S = 75.0
 """A connection without a request is closed after this time."""
 IDLE_CONNECTION_S = KEEP_ALIVE_S / 2
 """A client does not send another request over a connection that was idle for longer."""
-CLOSE_S = 10.0
-"""A caller that has not read its last answer by then is disconnected."""
+UNREAD_S = 60.0
+"""A caller that has not read on for this long is disconnected, also while a call of it runs."""
+UNREAD_AT_BOUND_S = 10.0
+"""The same if another caller needs the connection."""
 ACCEPT_RETRY_S = 0.5
 ACCEPT_WARNING_S = 60.0
 """How often the server tries, and how often it logs, while it cannot accept connections."""

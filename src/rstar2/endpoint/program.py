@@ -142,7 +142,11 @@ async def run_program(
     reward: ProgramReward | None = None,
     secret: str | None = None,
 ) -> Trajectory:
-    """Run one rollout; the trajectory has a reward or a failure."""
+    """Run one rollout; the trajectory has a reward or a failure.
+
+    Time in which the model answers does not count against `program_deadline_s`: every turn has its
+    own deadline, and waiting for an engine says nothing about the program.
+    """
     started_at, clock = time.time(), time.perf_counter()
     rollout = RolloutEndpoint(id, seed, generator, template, spec, generate_deadline_s)
     result: Any = None
@@ -151,9 +155,12 @@ async def run_program(
         deadline = asyncio.timeout(program_deadline_s)
         try:
             async with deadline:
+                rollout.program = deadline
                 result = await program(rollout.base_url, MODEL, problem)
         except Exception as raised:  # noqa: BLE001 - a foreign program may raise anything
             error = raised
+        finally:
+            rollout.program = None
         if deadline.expired():
             error = DeadlineError(f"the program did not end within {program_deadline_s:g} s")
     if rollout.error is not None:

@@ -29,7 +29,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -58,6 +58,7 @@ from rstar2.engine.base import Generator
 from rstar2.errors import DeadlineError, EngineError, InfrastructureError, InvariantError
 from rstar2.http_server import SignalFreeServer
 from rstar2.seeds import derive_seed
+from rstar2.tasks import cancel_all
 from rstar2.types import Failure, Finish, Generation, StopReason, Turn
 
 HOST = "127.0.0.1"
@@ -98,6 +99,11 @@ class RolloutEndpoint:
     """One per generation, for its seed and the ids of its calls."""
     clock: float = field(default_factory=time.perf_counter)
     sessions: set[str] = field(default_factory=set)
+    program: asyncio.Timeout | None = None
+    """The deadline of the program while it runs. It stands still while the model answers."""
+    answering: int = 0
+    left_s: float = 0.0
+    """What is left of the program's deadline while it stands still."""
 
     def __post_init__(self) -> None:
         self.tokens = RolloutTokens(self.template)
@@ -113,6 +119,26 @@ class RolloutEndpoint:
                 StopReason.MAX_TURNS,
             )
         self.turns += request.choices
+        with self._program_waits():
+            return await self._complete(request)
+
+    @contextmanager
+    def _program_waits(self) -> Iterator[None]:
+        """Stop the program's clock: a turn has its own deadline, and may wait for an engine."""
+        loop = asyncio.get_running_loop()
+        program = self.program
+        if program is not None and not program.expired() and (when := program.when()) is not None:
+            self.left_s = when - loop.time()
+            program.reschedule(None)
+        self.answering += 1
+        try:
+            yield
+        finally:
+            self.answering -= 1
+            if self.program is not None and not self.program.expired() and not self.answering:
+                self.program.reschedule(loop.time() + self.left_s)
+
+    async def _complete(self, request: ChatRequest) -> tuple[list[ChatChoice], dict[str, int]]:
         prompts: list[ChatPrompt] = []
         sampled: list[tuple[ChatChoice, Turn]] = []
         try:
@@ -302,9 +328,7 @@ class EndpointServer:
     async def _end(self, secret: str) -> None:
         self._rollouts.pop(secret, None)
         tasks = self._running.pop(secret, set())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
 
     async def _models(self, request: Request) -> Response:
         if request.path_params["secret"] not in self._rollouts:

@@ -38,6 +38,7 @@ from rstar2.codeenv.protocol import (
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import InvariantError, UserError
 from rstar2.http_client import LocalResourceError
+from rstar2.tasks import cancel_all
 from rstar2.types import Outcome, ToolResult
 
 log = logging.getLogger(__name__)
@@ -145,9 +146,7 @@ class Dispatcher:
     async def close(self) -> None:
         """End all tasks, and with them everything in flight."""
         tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
 
     def _enqueue(self, call: PendingCall, *, front: bool = False) -> None:
         queue = self._pending if call.pinned is None else call.pinned[0].pinned

@@ -5,22 +5,27 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, cast
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import msgspec
 
 from rstar2.codeenv import deadlines, wire
 from rstar2.codeenv.client.background import BackgroundLoop, background
 from rstar2.codeenv.client.client import CodeEnvClient
-from rstar2.codeenv.client.progress import ProgressLine, show_progress
 from rstar2.codeenv.client.session import CodeSession
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError, UserError
 from rstar2.types import Limits, Outcome, ToolResult
 
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
 Files = Mapping[str, bytes | str]
+SHOW_PROGRESS_S = 2.0
 
 
 class CallLimits(TypedDict, total=False):
@@ -193,3 +198,41 @@ def to_contents(files: Files) -> dict[str, bytes]:
         contents[name] = content.encode() if isinstance(content, str) else content
     wire.check_files(contents)
     return contents
+
+
+class ProgressLine:
+    """Counts finished programs; `show` starts a progress bar."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.done = 0
+        self.bar: Progress | None = None
+
+    def advance(self) -> None:
+        self.done += 1
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], completed=self.done)
+
+    def show(self) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self.bar = Progress(console=Console(stderr=True), transient=True)
+        self.bar.add_task("programs", total=self.total, completed=self.done)
+        self.bar.start()
+
+
+@asynccontextmanager
+async def show_progress(total: int, wanted: bool) -> AsyncIterator[ProgressLine]:
+    """A bar on a terminal for a `map` that takes longer than two seconds."""
+    line = ProgressLine(total)
+    timer = None
+    if wanted and sys.stderr is not None and sys.stderr.isatty():
+        timer = asyncio.get_running_loop().call_later(SHOW_PROGRESS_S, line.show)
+    try:
+        yield line
+    finally:
+        if timer is not None:
+            timer.cancel()
+        if line.bar is not None:
+            line.bar.stop()

@@ -14,7 +14,7 @@ import binascii
 import hmac
 import logging
 import math
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rstar2.codeenv import deadlines, wire
@@ -23,14 +23,11 @@ from rstar2.codeenv.server import metrics
 from rstar2.codeenv.server.calls import SHUTTING_DOWN, CallTable
 from rstar2.codeenv.wire import BatchLine, Refusal
 from rstar2.errors import CodeEnvError, InfrastructureError, QueueFullError, UserError
+from rstar2.http_server import Receive, Scope, Send
 from rstar2.types import ToolResult
 
 log = logging.getLogger(__name__)
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 Body = bytes
 Handler = Callable[[Body], Awaitable[Any]]
 

@@ -31,6 +31,9 @@ CODE_JUDGE_WALL_S = 10.0
 """The limit of a submission (code-judge's default), or the server's cap if that is lower."""
 BATCH_DEADLINE_S = 60.0
 LONG_BATCH_DEADLINE_S = 3600.0
+MAX_SUBMISSIONS = 16_384
+SUBMISSIONS_AT_ONCE = 256
+"""Items of a batch that are read before the server attends to other callers."""
 RUN_CODE_QUEUE_S = 60.0
 """Time in the queue that /run_code allows on top of run_timeout."""
 
@@ -171,32 +174,37 @@ class Compat:
         batch = _read_batch(body)
         if not batch.submissions:
             raise Refusal("invalid", "submissions: is empty; send at least one", "submissions")
+        if len(batch.submissions) > MAX_SUBMISSIONS:
+            raise Refusal(
+                "too_large",
+                f"submissions: {len(batch.submissions)} programs; send at most {MAX_SUBMISSIONS} "
+                "in one request",
+                "submissions",
+            )
+        refusals: dict[int, Refusal] = {}
+        tasks: list[asyncio.Task[SubmissionResult]] = []
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._item(index, raw, deadline_s))
-                    for index, raw in enumerate(batch.submissions)
-                ]
+                for index, raw in enumerate(batch.submissions):
+                    if index % SUBMISSIONS_AT_ONCE == 0:
+                        await asyncio.sleep(0)
+                    item = self._item(index, raw, deadline_s, refusals)
+                    tasks.append(group.create_task(item))
         except* Refusal as shutting_down:
             raise shutting_down.exceptions[0] from None
-        answers = [task.result() for task in tasks]
-        refusals = [answer for answer in answers if isinstance(answer, Refusal)]
-        if len(refusals) == len(answers):
+        if len(refusals) == len(tasks):
             raise refusals[0]
-        self.table.metrics.refused.update(refusal.wire.code for refusal in refusals)
-        results = [
-            _refused(raw, answer) if isinstance(answer, Refusal) else answer
-            for raw, answer in zip(batch.submissions, answers, strict=True)
-        ]
+        self.table.metrics.refused.update(refusal.wire.code for refusal in refusals.values())
+        results = [task.result() for task in tasks]
         sub_id = batch.sub_id or str(uuid.uuid4())
         if judge:
             return BatchResult(sub_id, [_without_output(result) for result in results])
         return BatchResult(sub_id, results)
 
     async def _item(
-        self, index: int, raw: msgspec.Raw, deadline_s: float
-    ) -> SubmissionResult | Refusal:
-        """The result of one submission of a batch, or why it was refused."""
+        self, index: int, raw: msgspec.Raw, deadline_s: float, refusals: dict[int, Refusal]
+    ) -> SubmissionResult:
+        """The result of one submission of a batch; adds to `refusals` if it was refused."""
         try:
             if _SURROGATE.search(raw):
                 text = "half of a surrogate pair (such as \\ud800) is no character; remove it"
@@ -209,8 +217,11 @@ class Compat:
                 raise
             place, field = f"submissions[{index}]", refusal.wire.field
             if field is None or not str(refusal).startswith(field):
-                return Refusal(refusal.wire.code, f"{place}: {refusal}", place)
-            return Refusal(refusal.wire.code, f"{place}.{refusal}", f"{place}.{field}")
+                refused = Refusal(refusal.wire.code, f"{place}: {refusal}", place)
+            else:
+                refused = Refusal(refusal.wire.code, f"{place}.{refusal}", f"{place}.{field}")
+            refusals[index] = refused
+            return _refused(raw, refused)
 
     async def _submit(self, submission: Submission, deadline_s: float) -> SubmissionResult:
         sub_id = submission.sub_id or str(uuid.uuid4())

@@ -4,10 +4,13 @@ A connection costs a descriptor, and a process has a limited number of them (oft
 
 - `raise_descriptor_limit` raises the soft limit to the hard one when the server starts.
 - At most `connections` are open, and at most half of the descriptors: workers need the others.
-- At that bound a new connection replaces the one that has waited longest for its caller. If every
-  connection is serving a request, the new one is answered with 503 and closed.
+- At that bound a new connection replaces the one that has waited longest for its caller: without a
+  request, or with an answer that was not read on for `UNREAD_AT_BOUND_S`. If there is none, the new
+  connection is answered with 503 and closed.
 - A caller has `HEADER_READ_S` to send the head of a request, and a connection without a request
-  stays open for `KEEP_ALIVE_S`. A caller that does not read its last answer is disconnected.
+  stays open for `KEEP_ALIVE_S`. A caller that does not read on for `UNREAD_S` is disconnected.
+- Requests that are sent before the last answer (pipelining) wait in the caller's own socket when
+  `MAX_PIPELINED_BYTES` of them have been read.
 - If accepting fails nevertheless, the server pauses and logs once a minute. asyncio's own accept
   loop would retry and log a thousand times a second.
 """
@@ -20,16 +23,20 @@ import logging
 import math
 import socket
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rstar2.codeenv import deadlines
 from rstar2.descriptors import raise_descriptor_limit
 from rstar2.http_server import SignalFreeServer
+from rstar2.tasks import cancel_all
 
 log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 << 10
+MAX_PIPELINED_BYTES = 256 << 10
 
 _BUSY_BODY = (
     b'{"error":{"code":"queue_full","message":"every connection of this server is serving a '
@@ -52,6 +59,22 @@ def connection_bound(wanted: int) -> int:
     return min(wanted, half)
 
 
+class PipelineFlow(FlowControl):
+    """Reads no further while enough requests wait for their turn.
+
+    uvicorn reads on whenever a request asks for more of its body or ends, and so would take in
+    more requests than it answers.
+    """
+
+    def __init__(self, transport: asyncio.Transport, waiting: h11.Connection) -> None:
+        super().__init__(transport)
+        self._waiting = waiting
+
+    def resume_reading(self) -> None:
+        if self.read_paused and len(self._waiting.trailing_data[0]) < MAX_PIPELINED_BYTES:
+            super().resume_reading()
+
+
 class HttpConnection(H11Protocol):
     """uvicorn's connection, which can say how long it has waited for its caller.
 
@@ -64,6 +87,7 @@ class HttpConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = PipelineFlow(transport, self.conn)
         self.look(self.loop.time())
 
     @property
@@ -78,18 +102,15 @@ class HttpConnection(H11Protocol):
 
     def look(self, now_s: float) -> None:
         """Note the time if the state is another one than at the last look."""
-        closing = self.transport.is_closing()
-        state = (closing,) if closing else (self.cycle, self.busy, self.busy or self.in_head)
+        state = (self.cycle, self.busy, self.busy or self.in_head)
         if state != self._seen:
             self._seen, self.waits_since_s = state, now_s
 
     def overdue(self, now_s: float, header_read_s: float) -> bool:
-        """True if the caller has been silent, or has not read its last answer, for too long."""
+        """True if the caller has been silent for too long, and has nothing to read."""
         self.look(now_s)
         waited_s = now_s - self.waits_since_s
-        if self.transport.is_closing():
-            return waited_s > deadlines.CLOSE_S
-        if self.busy:
+        if self.busy or self.transport.get_write_buffer_size():
             return False
         return waited_s > (header_read_s if self.in_head else deadlines.KEEP_ALIVE_S)
 
@@ -103,7 +124,7 @@ class HttpServer(SignalFreeServer):
         connections: int,
         header_read_s: float = deadlines.HEADER_READ_S,
     ) -> None:
-        super().__init__(config)
+        super().__init__(config, deadlines.UNREAD_S)
         self.connections = connections
         self.header_read_s = header_read_s
         self._warned_s = -math.inf
@@ -122,9 +143,7 @@ class HttpServer(SignalFreeServer):
 
     async def stop_accepting(self) -> None:
         """Accept no further connection; those that are open stay open."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
 
     async def _accept(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -159,13 +178,19 @@ class HttpServer(SignalFreeServer):
         return [connection for connection in open_now if isinstance(connection, HttpConnection)]
 
     def _close_longest_waiting(self) -> bool:
-        """Close the idle connection that has waited longest; False if every one is busy."""
-        idle = [c for c in self._open() if not c.busy and not c.transport.is_closing()]
-        if not idle:
+        """Close the connection that has waited longest for its caller; False if none waits."""
+        now_s = asyncio.get_running_loop().time()
+        waited_s: dict[HttpConnection, float] = {}
+        for connection in self._open():
+            connection.look(now_s)
+            unread = self.unread.get(connection)
+            if unread is not None and unread.unread_s > deadlines.UNREAD_AT_BOUND_S:
+                waited_s[connection] = unread.unread_s
+            elif not connection.busy and not connection.transport.is_closing():
+                waited_s[connection] = now_s - connection.waits_since_s
+        if not waited_s:
             return False
-        for connection in idle:
-            connection.look(asyncio.get_running_loop().time())
-        min(idle, key=lambda connection: connection.waits_since_s).transport.abort()
+        max(waited_s, key=lambda connection: waited_s[connection]).transport.abort()
         return True
 
     async def _close_overdue(self) -> None:

@@ -369,6 +369,16 @@ def limits_hit(reply: WorkerReply, limits: Limits) -> tuple[Outcome, str] | None
         )
     if cause == frames.NOT_STOPPED:
         return Outcome.KILLED, "Rolled back: a thread did not stop; it waits for a child in vfork."
+    if cause == frames.NO_ROOM:
+        return Outcome.KILLED, (
+            "Not run: the session holds too many threads or files, or too much memory "
+            f"({os.strerror(reply.status)}). Its state is unchanged; open a new session."
+        )
+    if cause == frames.BROKEN:
+        return Outcome.KILLED, (
+            "Not run: an earlier call of this session broke its interpreter; its state is lost. "
+            "Open a new session."
+        )
     if cause == frames.FILES:
         reason = f"its files could not be written ({os.strerror(reply.status)}); rename them"
         if reply.status in (errno.ENOSPC, errno.EDQUOT):
@@ -428,7 +438,7 @@ def build_result(
     record = Record.parse(reply.record_in(body))
     hit = limits_hit(reply, limits)
     outcome, message = hit or status_of(reply, record, limits, oom)
-    if reply.cause == frames.FILES:  # no process was started
+    if reply.cause in (frames.FILES, frames.NO_ROOM):  # nothing was run; not a wait status
         reply = reply._replace(status=0)
     if reply.left_out and not message:
         message = files.left_out_message(reply.left_out)

@@ -1,4 +1,4 @@
-"""Packages of one's own for programs: names of installed ones, or directories of wheels.
+"""User packages for programs: names of installed ones, or directories of wheels.
 
 Wheels are unpacked into a directory of the server, which programs can read. Names are checked
 against the interpreter that runs programs, so that a server with a wrong name does not start.
@@ -39,7 +39,7 @@ class InterpreterSetup:
     directory: str = ""
     """Unpacked wheels; empty if there are none."""
     programs: tuple[str, ...] = field(default=())
-    """Warm-up programs of one's own."""
+    """Warm-up programs of the user."""
 
 
 async def prepare(config: CodeEnvConfig) -> InterpreterSetup:

@@ -28,7 +28,7 @@ import uvicorn
 
 from rstar2.codeenv import deadlines
 from rstar2.codeenv.protocol import Executor
-from rstar2.codeenv.server.app import AsgiApp, CodeEnvApp
+from rstar2.codeenv.server.app import CodeEnvApp
 from rstar2.codeenv.server.calls import CallTable
 from rstar2.codeenv.server.connections import (
     MAX_HEAD_BYTES,
@@ -40,7 +40,7 @@ from rstar2.codeenv.wire import ServerReady
 from rstar2.config import CodeEnvConfig
 from rstar2.config.codeenv import LOOPBACK
 from rstar2.errors import CodeEnvError, RstarError, UserError
-from rstar2.http_server import bind
+from rstar2.http_server import AsgiApp, LocalCallers, bind
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +50,11 @@ _START = (
 )
 
 
-def http_config(app: AsgiApp) -> uvicorn.Config:
+def http_config(app: AsgiApp, token: str | None) -> uvicorn.Config:
     """How uvicorn serves an application. Its warnings are off: callers could flood the log."""
     return uvicorn.Config(
-        app, log_config=None, log_level="error", access_log=False, lifespan="off",
+        LocalCallers(app) if token is None else app,
+        log_config=None, log_level="error", access_log=False, lifespan="off",
         server_header=False, timeout_keep_alive=int(deadlines.KEEP_ALIVE_S), ws="none",
         http=HttpConnection, h11_max_incomplete_event_size=MAX_HEAD_BYTES,
     )  # fmt: skip
@@ -129,7 +130,7 @@ async def _serve(
     """Answer requests until a stop is requested, then shut down in order."""
     server_id = f"{socket.gethostname()}:{sock.getsockname()[1]}:{secrets.token_hex(3)}"
     table = CallTable(executor, config, server_id)
-    server = HttpServer(http_config(CodeEnvApp(table, config.token)), connections)
+    server = HttpServer(http_config(CodeEnvApp(table, config.token), config.token), connections)
     gc.collect()
     gc.freeze()  # imported objects stay: no collection needs to visit them again
     serving = asyncio.create_task(server.serve(sockets=[sock]))

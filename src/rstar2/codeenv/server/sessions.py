@@ -24,6 +24,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from rstar2.codeenv import deadlines
 from rstar2.codeenv.jail import cgroups, frames
@@ -77,6 +78,13 @@ class SessionLease:
             self.expires = time.monotonic() + self.info.ttl_s
 
 
+class LostSession(NamedTuple):
+    """Why a session was lost; the reply to all its calls if its own programs broke it."""
+
+    reason: str
+    broken: WorkerReply | None
+
+
 class Sessions:
     """All live sessions of a server."""
 
@@ -86,8 +94,7 @@ class Sessions:
         self.limits = limits
         """Limits of a session from open to close."""
         self._live: dict[str, SessionLease] = {}
-        self._lost: OrderedDict[str, str] = OrderedDict()
-        """Id -> why the session was lost."""
+        self._lost: OrderedDict[str, LostSession] = OrderedDict()
         self._opening = 0
         self._sequence = 0
         self._keys = (str(number) for number in itertools.count(1))
@@ -172,6 +179,9 @@ class Sessions:
 
         `deadline` is a time of the monotonic clock. The lease is renewed.
         """
+        lost = self._lost.get(session)
+        if lost is not None and lost.broken is not None:
+            return lost.broken._replace(seq=header.seq), b"", False
         lease = self._find(session)
         link = lease.family.link
         key = lease.key.encode()
@@ -247,8 +257,11 @@ class Sessions:
         return reply
 
     def _check_reply(self, lease: SessionLease, reply: WorkerReply) -> None:
-        """Raise if the worker could not carry out an order."""
+        """Raise if the worker could not carry out an order, unless programs are to blame."""
         name = lease.info.id
+        if reply.cause == frames.BROKEN:
+            self._forget(lease)
+            self._lose(name, "one of its programs broke its process", reply)
         if reply.cause == frames.NO_SESSION:
             self._check_live(lease)
             reason = "its process ended, or obeys no orders any more"
@@ -300,7 +313,7 @@ class Sessions:
         if lease is not None:
             return lease
         if session in self._lost:
-            raise _lost_error(session, self._lost[session])
+            raise _lost_error(session, self._lost[session].reason)
         raise UserError(f"no session {session!r}: it was never opened, was closed or expired")
 
     def _check_live(self, lease: SessionLease) -> None:
@@ -309,9 +322,9 @@ class Sessions:
             self._find(lease.info.id)
             raise UserError(f"no session {lease.info.id!r}: it was closed")
 
-    def _lose(self, session: str, reason: str) -> None:
+    def _lose(self, session: str, reason: str, broken: WorkerReply | None = None) -> None:
         """Remember why a session was lost."""
-        self._lost[session] = reason
+        self._lost[session] = LostSession(reason, broken)
         while len(self._lost) > _REMEMBERED:
             self._lost.popitem(last=False)
 

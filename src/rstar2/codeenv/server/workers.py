@@ -30,6 +30,7 @@ from rstar2.codeenv.server.packages import InterpreterSetup
 from rstar2.codeenv.server.zygotes import WorkerLostError, ZygoteLink, ZygotePool
 from rstar2.config.codeenv import WarmUp
 from rstar2.errors import DeadlineError, IsolationError
+from rstar2.tasks import cancel_all
 from rstar2.types import Limits
 
 OVERHEAD_MB = 192
@@ -257,9 +258,7 @@ class WorkerPool:
 
     async def close(self) -> None:
         """End every process and remove every directory and control group."""
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await cancel_all(self._background)
         for link in list(self.links):
             self.drop(link)
         await self._zygotes.close()

@@ -24,6 +24,7 @@ from rstar2.codeenv.jail import warmup, zygote
 from rstar2.codeenv.server import packages
 from rstar2.codeenv.server.packages import InterpreterSetup
 from rstar2.errors import CodeEnvError, DeadlineError, IsolationError
+from rstar2.tasks import cancel_all
 
 if TYPE_CHECKING:
     from rstar2.codeenv.server.workers import WorkerLink
@@ -269,9 +270,7 @@ class ZygotePool:
 
     async def close(self) -> None:
         """End every zygote with its workers."""
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await cancel_all(self._keepers)
         for started in self._started.values():
             started.cancel()
         await asyncio.gather(*(zygote.close() for zygote in self.live.values()))
