@@ -1,6 +1,6 @@
 """The driver at the paper's scale while everything around it is killed: what it loses, and costs.
 
-    python benchmarks/driver_soak.py [--minutes 60] [--rollouts 16384] [--length-scale 1.0]
+    python benchmarks/driver_soak.py [--minutes 60] [--rollouts 16384] [--length-scale 1.0] [--json]
 
 64 scripted vLLM servers in 8 processes answer over real HTTP with lengths of the paper's first
 stage (`rollout.simulate`, multiplied by --length-scale). Everything else is real: agent loops,
@@ -10,7 +10,9 @@ environment's server is killed. A step ends when all its rollouts have ended, an
 are released, as after learning.
 
 Reported for every minute: rollouts, lost rollouts, turns, the driver's memory and share of a core.
-The exit code is 1 if a rollout was lost.
+Then come the figures with targets: steps that ended, rollouts lost, memory at the end of the last
+step against the first one (while its groups are still held), and the driver's share of a core. A
+driver that cannot keep up uses the whole core, so the target is below 0.9.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ import signal
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from common import Row, arguments, finish, say
 from http_engines import Script, ScriptedServers
 from instant import InstantSandbox
 from rstar2.agent.loop import AgentLoop, RolloutSpec
@@ -53,6 +56,8 @@ TOKEN_S = 0.002
 KILL_EVERY_S = 20.0
 STOPPED_S = 20.0
 HANG_S = 60.0
+QUICK = 8
+"""How many times as fast engines are with --quick."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -96,6 +101,10 @@ class Soak:
     turns: int = 0
     lost: Counter[str] = field(default_factory=Counter)
     kills: Counter[str] = field(default_factory=Counter)
+    held_mb: list[float] = field(default_factory=list)
+    """The driver's memory at the end of each step, before its groups are released."""
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
 
 
 def memory_mb() -> float:
@@ -175,7 +184,7 @@ async def report(fleet: Fleet, sandbox: SampledSandbox, soak: Soak, every_s: flo
         )
         wall, cpu = now, used
         soak.minutes.append(line)
-        print(json.dumps(asdict(line)), flush=True)
+        say(json.dumps(asdict(line)))
 
 
 async def step(runner: GroupRunner, soak: Soak, rollouts: int, limit: int) -> None:
@@ -194,11 +203,14 @@ async def step(runner: GroupRunner, soak: Soak, rollouts: int, limit: int) -> No
     kept: list[object] = []
     await together(group(index) for index in range(rollouts // GROUP))
     soak.steps += 1
+    soak.held_mb.append(memory_mb())
 
 
 async def run(args: argparse.Namespace) -> Soak:
     raise_descriptor_limit()
     soak, how = Soak(), make_script(args.length_scale)
+    if args.quick:
+        how = replace(how, base_s=how.base_s / QUICK, token_s=how.token_s / QUICK)
     template, _ = script()
     agent = AgentConfig(generate_deadline_s=600.0, response_tokens=64, retries=args.retries)
     async with contextlib.AsyncExitStack() as stack:
@@ -227,32 +239,50 @@ async def run(args: argparse.Namespace) -> Soak:
                 report(fleet, sandbox, soak, args.every_s),
             )
         ]
+        wall, cpu = time.monotonic(), time.process_time()
         try:
             async with asyncio.timeout(60 * args.minutes):
                 while True:
                     await step(GroupRunner(loop), soak, args.rollouts, how.max_length)
         except TimeoutError:
-            print("the time is over", flush=True)
+            say("the time is over")
         finally:
+            soak.wall_s, soak.cpu_s = time.monotonic() - wall, time.process_time() - cpu
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
     return soak
 
 
+def rows_of(soak: Soak) -> list[Row]:
+    """The figures of the whole run with their targets."""
+    rows = [
+        Row("steps that ended", soak.steps, None, "> 0"),
+        Row("rollouts that ended", soak.rollouts, None, "> 0"),
+        Row("rollouts lost", soak.lost.total(), None, "== 0"),
+        Row("share of a core", soak.cpu_s / soak.wall_s, None, "< 0.9"),
+        Row("CPU per turn", 1e3 * soak.cpu_s / max(1, soak.turns), unit="ms"),
+    ]
+    if soak.held_mb:
+        first, *_, last = (soak.held_mb[0], *soak.held_mb)
+        rows.append(Row("memory, last step", last, first, "<= 1.2", "MB", "MB, first step"))
+    return rows
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser = arguments(str(__doc__).partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--rollouts", type=int, default=16384, help="Rollouts of a step.")
     parser.add_argument("--length-scale", type=float, default=1.0, help="Shorter turns.")
     parser.add_argument("--tool-share", type=float, default=0.02, help="Calls that are executed.")
     parser.add_argument("--retries", type=int, default=1, help="As agent.retries.")
     parser.add_argument("--every-s", type=float, default=60.0, help="Seconds between two lines.")
-    soak = asyncio.run(run(parser.parse_args()))
-    print(f"{soak.steps} steps, {soak.rollouts} rollouts, {soak.turns} turns")
-    print(f"kills: {dict(soak.kills)}")
-    print(f"lost: {dict(soak.lost) or 'nothing'}")
-    return 1 if soak.lost else 0
+    args = parser.parse_args()
+    if args.quick:
+        args.minutes, args.rollouts, args.length_scale, args.every_s = 0.75, 256, 0.05, 10.0
+    soak = asyncio.run(run(args))
+    notes = {"kills": dict(soak.kills), "lost": dict(soak.lost), "turns": soak.turns}
+    return finish("driver-soak", rows_of(soak), args, notes)
 
 
 if __name__ == "__main__":

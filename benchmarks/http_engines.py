@@ -54,6 +54,9 @@ class Script:
     tool_share: float = -1.0
     """Probability of a tool call; below 0: as the script has them."""
     seed: int = 0
+    by_request: bool = False
+    """Draw from the seed of a request instead of `seed`: an answer then does not depend on the
+    engine, on its order of requests, or on whether another engine failed."""
     ports: list[int] = field(default_factory=list)
     """Where to listen, one port per engine; empty: any."""
 
@@ -80,13 +83,14 @@ class ScriptedServer:
 
     def tokens(self, asked: Asked) -> tuple[list[int], str]:
         script = self.script
+        rng = random.Random(asked.sampling_params["seed"]) if script.by_request else self.rng
         done = asked.token_ids.count(script.marker) - script.first_prompt
         index = min(done // script.per_turn, len(script.turns) - 1)
         if script.tool_share >= 0:
-            index = 0 if self.rng.random() < script.tool_share else len(script.turns) - 1
+            index = 0 if rng.random() < script.tool_share else len(script.turns) - 1
         ids = script.turns[index]
         if script.lengths:
-            length = self.rng.choice(script.lengths)
+            length = rng.choice(script.lengths)
             ids = [script.filler] * max(0, length - len(ids)) + ids
         most = int(asked.sampling_params["max_tokens"])
         return (ids, "stop") if len(ids) <= most else (ids[:most], "length")

@@ -26,6 +26,8 @@ from rstar2.learner.group import LearnerGroup
 from rstar2.learner.tiny import make_tiny
 from rstar2.pipeline.runtime import Runtime, open_runtime
 
+BACK_S = 300.0
+"""An engine that failed must serve again within this time."""
 ROWS = [((1, 2, 3, 4), (0, 1, 0, 1)), ((5, 6, 7), (0, 0, 1))]
 
 
@@ -54,8 +56,14 @@ async def publishes(args: argparse.Namespace, directory: Path) -> None:
             lost.pop(engine.name, None)
             back.pop(engine.name, None)
             taken = await timed(runtime, version)
-            while engine.name not in back:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+            try:
+                async with asyncio.timeout(BACK_S):
+                    while engine.name not in back:  # noqa: ASYNC110
+                        await asyncio.sleep(0.05)
+            except TimeoutError:
+                raise SystemExit(
+                    f"one engine {what}: not back within {BACK_S:g} s of the update"
+                ) from None
             print(
                 f"one engine {what}: {taken:.2f} s ({taken / usual:.2f} of the healthy), noticed "
                 f"after {lost[engine.name] - injected:.1f} s, serves again after "

@@ -9,7 +9,8 @@ in its own process, so that its memory can be measured. A rollout has three turn
 calls. CPU time of that process counts, not the wall clock (which the scripted engines set).
 
 With --http the engines are `VllmEngine`s whose servers are scripted and run in other processes
-(`http_engines`). All turns are in flight at once, each with 200 tokens.
+(`http_engines`). All turns are in flight at once, each with 200 tokens; the servers' own count of
+requests that ran at the same time proves it.
 """
 
 from __future__ import annotations
@@ -31,10 +32,13 @@ from instant import InstantSandbox
 from rstar2.agent.loop import AgentLoop, RolloutSpec
 from rstar2.agent.template import Template
 from rstar2.config import AgentConfig, SamplingConfig, SchedulerConfig, TemplateConfig
+from rstar2.descriptors import raise_descriptor_limit
 from rstar2.engine.base import Engine, WeightTransfer, WeightUpdate
 from rstar2.engine.checksums import HeldWeights
 from rstar2.engine.vllm import VllmEngine
 from rstar2.environments.python_math import PythonMath
+from rstar2.errors import InfrastructureError
+from rstar2.http_client import Address, Connections
 from rstar2.learner.tiny import make_tokenizer
 from rstar2.malloc import rare_collections
 from rstar2.paper_format import REASON_OPEN, TOOL_NAME
@@ -57,6 +61,8 @@ from rstar2.types import (
 ENGINES = (1, 4, 16, 64, 256)
 ROLLOUTS = (1024, 4096, 16384)
 IN_FLIGHT = (256, 1024, 4096, 16384)
+IN_FLIGHT_SHARE = 0.9
+"""The servers must have held this share of the turns at once: some turns end during the start."""
 HTTP_TURNS = 2
 HTTP_TOKENS = 200
 SERVERS = 4
@@ -161,6 +167,7 @@ async def measure(engines: int, rollouts: int) -> Measured:
 
 async def measure_http(engines: int, rollouts: int) -> Measured:
     """As `measure`, through real HTTP."""
+    raise_descriptor_limit()
     template, turns = script()
     call, answer = (list(t) for t in (turns[0], turns[-1]))
     filler = template.encode_turn(" ")[0]
@@ -182,7 +189,19 @@ async def measure_http(engines: int, rollouts: int) -> Measured:
         ]
         await together(engine.start() for engine in made)
         stack.enter_context(rare_collections())  # as in a run
-        return await run_rollouts(made, template, rollouts, HTTP_TURNS, version=-1)
+        measured = await run_rollouts(made, template, rollouts, HTTP_TURNS, version=-1)
+        peak = sum([await _peak(url) for server in servers for url in server.urls])
+        if peak < IN_FLIGHT_SHARE * rollouts:
+            raise SystemExit(f"only {peak} of {rollouts} turns were in flight at once")
+        return measured
+
+
+async def _peak(url: str) -> int:
+    """The most requests that a scripted engine ran at the same time."""
+    connections = Connections(Address.parse(url), InfrastructureError)
+    async with connections.lease() as connection:
+        response = await connection.request("GET", "/peak")
+        return int(json.loads(await response.body())["peak"])
 
 
 async def _markers(template: Template, turns: Sequence[tuple[int, ...]], marker: int) -> int:

@@ -24,13 +24,15 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
+import ipaddress
 import socket
 import ssl
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from time import monotonic
 from types import TracebackType
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from rstar2.descriptors import RESERVED_DESCRIPTORS, descriptor_limit
@@ -45,12 +47,33 @@ CONNECTING = 8
 process, not in the server."""
 
 LOCAL_ERRNOS = frozenset(
-    (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
+    (
+        *(errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM),
+        *(errno.EADDRNOTAVAIL, errno.ENETUNREACH, errno.ENETDOWN),
+    )
 )
+
+LOCAL_S = 60.0
+"""How long a control call is repeated that this machine had no room for."""
+
+T = TypeVar("T")
 
 
 class LocalResourceError(InfrastructureError):
-    """This machine cannot open another connection; the server may be well."""
+    """This machine cannot open another connection or start a process; the server may be well."""
+
+
+async def despite_local_errors(call: Callable[[], Awaitable[T]]) -> T:
+    """Make a call; one that this machine had no room for is repeated for LOCAL_S."""
+    ends, pause_s = monotonic() + LOCAL_S, 0.05
+    while True:
+        try:
+            return await call()
+        except LocalResourceError:
+            if monotonic() + pause_s > ends:
+                raise
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +280,19 @@ def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or type(error).__name__
 
 
+def _is_local(error: OSError) -> bool:
+    return isinstance(error, socket.gaierror) or error.errno in LOCAL_ERRNOS
+
+
+@functools.cache
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 @functools.cache
 def _tls() -> ssl.SSLContext:
     return ssl.create_default_context()
@@ -280,6 +316,8 @@ class Connections:
     busy: dict[Connection, None] = field(default_factory=dict)
     prefix: str = ""
     head: str = ""
+    reached: str = ""
+    """The IP address of the last connection."""
     connecting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(CONNECTING))
 
     def __post_init__(self) -> None:
@@ -292,37 +330,60 @@ class Connections:
             f"{authorization}content-length: "
         )
 
-    def lease(self) -> Lease:
+    def lease(self, spare: int = 0) -> Lease:
         """A connection for one request: `async with connections.lease() as connection`."""
-        return Lease(self)
+        return Lease(self, spare)
 
-    async def open(self) -> Connection:
-        """Connect within `connect_s`."""
-        address = self.address
-        most = descriptor_limit() - RESERVED_DESCRIPTORS
-        if Connections.count >= most:
-            raise LocalResourceError(
-                f"{Connections.count} connections are open, of {most} possible: raise the limit "
-                "of open files (`ulimit -Hn`), or lower engine.max_sequences"
-            )
-        try:
-            async with self.connecting, asyncio.timeout(self.connect_s):
-                loop, made = asyncio.get_running_loop(), functools.partial(Connection, self)
-                if address.socket is not None:
-                    _, connection = await loop.create_unix_connection(made, address.socket)
-                else:
-                    tls = _tls() if address.tls else None
-                    _, connection = await loop.create_connection(
-                        made, address.host, address.port, ssl=tls
-                    )
-        except (OSError, TimeoutError) as error:
-            local = isinstance(error, socket.gaierror) or (
-                isinstance(error, OSError) and error.errno in LOCAL_ERRNOS
-            )
-            kind = LocalResourceError if local else self.error
-            raise kind(f"cannot connect to {address.name}: {_reason(error)}") from error
-        Connections.count += 1
-        return connection
+    async def open(self, spare: int = 0) -> Connection:
+        """Connect within `connect_s`; `spare` of the reserved descriptors may be used for it."""
+        async with self.connecting:
+            most = descriptor_limit() - RESERVED_DESCRIPTORS + spare
+            if Connections.count >= most:
+                raise LocalResourceError(
+                    f"{Connections.count} connections are open, of {most} possible: raise the "
+                    "limit of open files (`ulimit -Hn`), or lower engine.max_sequences"
+                )
+            Connections.count += 1  # before it connects: others must not take its place
+            try:
+                async with asyncio.timeout(self.connect_s):
+                    return await self._connect()
+            except BaseException as error:
+                Connections.count -= 1
+                if not isinstance(error, OSError):  # TimeoutError is one
+                    raise
+                kind = LocalResourceError if _is_local(error) else self.error
+                name = self.address.name
+                raise kind(f"cannot connect to {name}: {_reason(error)}") from error
+
+    async def _connect(self) -> Connection:
+        """Connect to one of the server's addresses; raises the error that tells most."""
+        address, made = self.address, functools.partial(Connection, self)
+        loop = asyncio.get_running_loop()
+        if address.socket is not None:
+            _, connection = await loop.create_unix_connection(made, address.socket)
+            return connection
+        hosts = [address.host]
+        if not _is_ip(address.host):
+            infos = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+            hosts = sorted(dict.fromkeys(str(i[4][0]) for i in infos), key=self._unproven)
+        tls = _tls() if address.tls else None
+        errors: dict[str, OSError] = {}
+        for host in hosts:
+            try:
+                _, connection = await loop.create_connection(
+                    made, host, address.port, ssl=tls, server_hostname=address.host if tls else None
+                )
+            except OSError as error:
+                errors[host] = error
+            else:
+                self.reached = host
+                return connection
+        # A machine without IPv6 always has a local error for one of two addresses.
+        told = [error for error in errors.values() if not _is_local(error)]
+        raise errors.get(self.reached) or [*told, *errors.values()][0]
+
+    def _unproven(self, host: str) -> bool:
+        return host != self.reached
 
     def close(self, *, busy: bool = True) -> None:
         """Close the idle connections and, if asked, the busy ones."""
@@ -341,9 +402,14 @@ class Lease:
     """Takes an idle connection or opens one; gives it back if its response was read whole."""
 
     pool: Connections
+    spare: int
     connection: Connection | None = None
 
     async def __aenter__(self) -> Connection:
+        return self.connection or await self.take()
+
+    async def take(self) -> Connection:
+        """Take or open the connection before the lease is entered."""
         while self.pool.idle and self.connection is None:
             connection = self.pool.idle.pop()
             if connection.stale:
@@ -351,7 +417,7 @@ class Lease:
             else:
                 self.connection = connection
         if self.connection is None:
-            self.connection = await self.pool.open()
+            self.connection = await self.pool.open(self.spare)
         self.pool.busy[self.connection] = None
         return self.connection
 

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -19,7 +20,10 @@ import pytest
 
 from rstar2.config import load_recipe
 from rstar2.config.preflight import check_descriptors, check_supported
+from rstar2.config.schema import DifficultyFilter
 from rstar2.engine import http
+from rstar2.engine.base import Engine
+from rstar2.engine.embedded import EmbeddedEngine
 from rstar2.engine.make import GpuDevice, device_names, make_engines, server_settings
 from rstar2.engine.vllm import VllmEngine, _joined, _rest, _sampled_under
 from rstar2.engine.vllm_client import ServerGauges, VllmClient, read_gauges
@@ -335,6 +339,35 @@ async def test_a_local_error_is_not_an_engines_death(
         await client.close()
 
 
+def count_entries(directory: Path) -> int:
+    return len(list(directory.iterdir()))
+
+
+@pytest.mark.parametrize("kind", ["embedded", "vllm"])
+async def test_a_process_that_cannot_be_started_is_a_local_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """It is named, nothing is left open, and the next start may succeed."""
+
+    def no_descriptor(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(subprocess, "Popen", no_descriptor)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    engine: Engine = (
+        EmbeddedEngine(tmp_path, kv_tokens=64, max_sequences=1, max_length=64)
+        if kind == "embedded"
+        else VllmEngine("e", server=ServerSettings("m", 64, 1, 64))
+    )
+    before = count_entries(Path("/proc/self/fd"))
+    for _ in range(2):
+        with pytest.raises(LocalResourceError, match="Too many open files"):
+            await engine.start()
+    await engine.close()
+    assert count_entries(Path("/proc/self/fd")) == before
+    assert count_entries(tmp_path) == 0
+
+
 DESCRIPTORS = """
 import asyncio, resource
 from pathlib import Path
@@ -382,6 +415,18 @@ def test_preflight_counts_the_connections() -> None:
     recipe = recipe.model_copy(update={"engine": many, "rl": rl})
     with pytest.raises(UserError, match=r"8192 turns at once.*may open 1024 files"):
         check_descriptors(recipe, 1024)
+
+
+def test_preflight_counts_the_connections_of_a_difficulty_filter() -> None:
+    """A step has few rollouts, but the filter before it keeps all engines full."""
+    recipe = load_recipe("tiny-vllm", ["engine.urls=[http://a:1, http://b:2]"]).recipe
+    many = recipe.engine.model_copy(update={"max_sequences": 4096})
+    recipe = recipe.model_copy(update={"engine": many})
+    check_descriptors(recipe, 1024)
+    stage = recipe.rl.stages[0].model_copy(update={"difficulty": DifficultyFilter()})
+    rl = recipe.rl.model_copy(update={"stages": (stage,)})
+    with pytest.raises(UserError, match="8192 turns at once"):
+        check_descriptors(recipe.model_copy(update={"rl": rl}), 1024)
 
 
 # --------------------------------------------------------------------------- seeds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from rstar2.errors import EngineError, InfrastructureError
 from rstar2.evaluate.answerers import EndpointAnswerer, Task
 from rstar2.evaluate.benchmarks import Benchmark
 from rstar2.evaluate.store import EvalDirectory
-from rstar2.evaluate.sweep import missing_tasks, sweep
+from rstar2.evaluate.sweep import answer_all, missing_tasks, sweep
 from rstar2.types import (
     Failure,
     Finish,
@@ -94,6 +95,32 @@ async def test_an_outage_ends_the_sweep(tmp_path: Path) -> None:
         with pytest.raises(InfrastructureError, match="8 rollouts in a row"):
             await sweep(tasks, everything, directory, LIMITS, concurrency=1)
         assert everything.asked.total() == 8
+
+
+async def test_answers_without_a_record_are_bounded_and_in_the_order_of_tasks(
+    tmp_path: Path,
+) -> None:
+    class Bounded(Scripted):
+        running = most = 0
+
+        async def answer(self, task: Task, spec: RolloutSpec) -> tuple[Trajectory, int]:
+            self.running += 1
+            self.most = max(self.most, self.running)
+            for _ in range(3 if task.problem.id == "a" else 1):  # they end in another order
+                await asyncio.sleep(0)
+            self.running -= 1
+            return await super().answer(task, spec)
+
+    asked = settings(samples=8)
+    with EvalDirectory.open(tmp_path / "e", asked, [SET]) as directory:
+        tasks = list(missing_tasks([SET], asked, directory))
+        answerer = Bounded()
+        made = await answer_all(answerer, tasks, LIMITS, 4)
+        assert answerer.most == 4
+        assert [t.problem_id for t in made] == [task.problem.id for task in tasks]
+        everything = Scripted(*((p, s) for p in "abc" for s in range(8)))
+        with pytest.raises(InfrastructureError, match="8 rollouts in a row"):
+            await answer_all(everything, tasks, LIMITS, 4)
 
 
 # --------------------------------------------------------------------------- endpoints

@@ -192,7 +192,6 @@ def test_a_step_with_the_state_in_host_memory(qwen3: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_adapters_train_on_fake_devices(ranks: int) -> None:
     """LoRA: the frozen weights have no gradients and no moments."""
-    pytest.importorskip("peft")
     shape = ModelShape(64, 2, 4, 2, 16, 128, 50_000)
     full = CONFIG.model_copy(update={"ranks": ranks})
     adapters = full.model_copy(update={"lora": LoraConfig(rank=4)})

@@ -146,8 +146,12 @@ async def test_slow_dead_and_wrong_engines_are_named(model_dir: Path) -> None:
     made = await publish(learner, [Slow("slow")], 1, PROBE, deadline_s=0.05)  # type: ignore[list-item]
     assert not made.proven
     assert "slow had not taken the weights" in str(made.lost["slow"])
+    behind = Behind("behind")
     with pytest.raises(WeightUpdateError, match="behind serves version 0, not 1"):
-        await publish(learner, [Behind("behind")], 1, PROBE)  # type: ignore[list-item]
+        await publish(learner, [behind], 1, PROBE)  # type: ignore[list-item]
+    made = await publish(learner, [good, behind], 1, PROBE)  # type: ignore[list-item]
+    assert [engine.name for engine in made.proven] == ["good"], "it is refused alone"
+    assert isinstance(made.lost["behind"], WeightUpdateError)
 
 
 async def test_the_state_is_gathered_only_for_engines_that_take_it(model_dir: Path) -> None:

@@ -1,9 +1,9 @@
-"""A runner of groups that ends the process on command, for tests of what resumes."""
+"""A runner of groups that ends the process or loses groups on command: tests of what resumes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rstar2.agent.loop import RolloutSpec
 from rstar2.types import Group, Problem, Reward, StopReason, Trajectory, Turn
@@ -14,12 +14,21 @@ class KilledError(BaseException):
 
 
 class ScriptedRunner:
-    """Solves every third problem always; `dies_after` groups it ends the process."""
+    """Solves every third problem always; `dies_after` groups it ends the process.
 
-    def __init__(self, dies_after: int | None = None) -> None:
+    `loses` decides which groups are lost whole, by problem and number of groups ended before.
+    """
+
+    def __init__(
+        self,
+        dies_after: int | None = None,
+        loses: Callable[[int, int], bool] = lambda index, ended: False,
+        lost_to: str = "engine",
+    ) -> None:
         self.asked: list[int] = []
         self.ended = self.running = self.most = 0
         self.dies_after = dies_after
+        self.loses, self.lost_to = loses, lost_to
 
     async def run(
         self, problem: Problem, *, group_id: str, step: int, seeds: Sequence[int], spec: RolloutSpec
@@ -33,6 +42,8 @@ class ScriptedRunner:
         if self.ended == self.dies_after:
             raise KilledError
         self.running -= 1
+        if self.loses(index, self.ended):
+            return Group(group_id, problem, step, (), {self.lost_to: len(seeds)})
         self.ended += 1
         turn = Turn((1, 2), (-0.5, -0.5), ((0, 2),))
         rollouts = tuple(

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from rstar2.config import Recipe, StageConfig
+from rstar2.errors import InfrastructureError
 from rstar2.pipeline.difficulty_filter import hard_problems
 from rstar2.pipeline.state import RunState
 from rstar2.record import RunDirectory, filter_stage
-from rstar2.record.read import GroupLine, read_lines
+from rstar2.record.read import GroupLine, read_lines, read_metrics
 from rstar2.record.solved import SolvedLine, solved_file, unfinished_filters
 from rstar2.types import Problem
 from tests.pipeline.scripted_runner import KilledError, ScriptedRunner
@@ -63,6 +64,56 @@ async def test_a_killed_filter_resumes_without_repeating_finished_groups(tmp_pat
     assert kept == tuple(i for i in range(200) if i % 3)
     assert sorted(recorded(tmp_path), key=int) == [str(i) for i in range(200)]
     assert not solved_file(tmp_path, "hard").exists()
+
+
+async def test_an_outage_ends_the_filter_and_the_lost_problems_are_answered_again(
+    tmp_path: Path,
+) -> None:
+    """The engines die for good after 30 groups: no problem may count as hard because of it."""
+    dead = ScriptedRunner(loses=lambda index, ended: ended >= 30)
+    with pytest.raises(InfrastructureError, match=r"8 groups of filter-hard in a row.*engine"):
+        await filtered(tmp_path, dead)
+    assert not (tmp_path / "filter-hard.json").exists()
+    done = {line.index for line in read_lines(solved_file(tmp_path, "hard"), SolvedLine)}
+    assert len(done) == 30
+    second = ScriptedRunner()
+    kept = await filtered(tmp_path, second)
+    assert sorted(second.asked) == sorted(set(range(200)) - done)
+    assert kept == tuple(i for i in range(200) if i % 3)
+
+
+async def test_a_lost_group_is_drawn_again_after_all_others(tmp_path: Path) -> None:
+    seen: set[int] = set()
+
+    def first_time(index: int, ended: int) -> bool:
+        new = index not in seen
+        seen.add(index)
+        return new and index % 50 == 0
+
+    runner = ScriptedRunner(loses=first_time)
+    assert await filtered(tmp_path, runner) == tuple(i for i in range(200) if i % 3)
+    assert sorted(runner.asked[-4:]) == [0, 50, 100, 150]
+    assert len(runner.asked) == 204
+
+
+async def test_an_engine_that_dies_at_the_very_end_is_an_outage_too(tmp_path: Path) -> None:
+    runner = ScriptedRunner(loses=lambda index, ended: index == 199)
+    with pytest.raises(InfrastructureError, match="problem 199 was lost twice, to engine x2"):
+        await filtered(tmp_path, runner)
+    again = ScriptedRunner()
+    assert await filtered(tmp_path, again) == tuple(i for i in range(200) if i % 3)
+    assert again.asked == [199]
+
+
+async def test_a_problem_that_can_never_be_graded_is_kept_and_does_not_stop_the_run(
+    tmp_path: Path,
+) -> None:
+    runner = ScriptedRunner(loses=lambda index, ended: index % 20 == 3, lost_to="grader_deadline")
+    kept = await filtered(tmp_path, runner)
+    assert kept == tuple(i for i in range(200) if i % 3 or i % 20 == 3)
+    assert len(runner.asked) == 210
+    (figures,) = read_metrics(tmp_path)
+    assert figures["problems/ungraded"] == 10
 
 
 async def test_only_as_many_groups_as_the_engines_can_use_are_in_flight(tmp_path: Path) -> None:

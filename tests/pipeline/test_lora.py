@@ -91,6 +91,7 @@ def test_a_run_with_adapters(
     steps = [line for line in read_metrics(path) if line.get("stage") == "short"]
     assert len(steps) == 2
     assert all(line["weights/probe_gap"] < 1e-3 for line in steps if "weights/probe_gap" in line)
+    assert all(line["weights/rehearsal_gap"] > 0 for line in steps if "weights/version" in line)
     assert adapter_directory(path, "short").is_dir()
     with pytest.raises(UserError, match="has no adapter of stage9: it was not trained with"):
         adapter_directory(path, "stage9")

@@ -11,7 +11,7 @@ import pytest
 
 from rstar2.config import SchedulerConfig
 from rstar2.engine.base import Engine
-from rstar2.errors import DeadlineError, EngineError
+from rstar2.errors import DeadlineError, EngineError, UserError
 from rstar2.http_client import LocalResourceError
 from rstar2.rollout.fleet import LOAD_POLL_S, Fleet, usage_metrics
 from rstar2.rollout.scheduler import Scheduler
@@ -266,6 +266,69 @@ async def test_an_engine_that_cannot_be_asked_for_local_reasons_is_not_lost() ->
     await fleet.poll_load("only")
     assert fleet.scheduler.engines == ("only",)
     assert await Watchdog(fleet, (1, 2), hang_s=60.0)._works(engine)
+    await fleet.close()
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), KeyError("a bug")])
+async def test_a_restart_that_fails_in_an_unforeseen_way_ends_the_wait(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """No turn waits forever, and the next weight update may try again."""
+
+    class Unstartable(ScriptedEngine):
+        async def start(self) -> None:
+            if self.starts == 0:
+                self.starts += 1
+                raise error
+            await super().start()
+
+    monkeypatch.setattr("rstar2.rollout.fleet.RESTART_S", 0.0)
+    engine = Unstartable("only")
+    fleet = fleet_of(engine, recover=True)
+    engine.kill()
+    with pytest.raises(EngineError, match=r"Too many open files|a bug"):
+        await turn(fleet, "g/0")
+    assert not fleet._recovering
+    with pytest.raises(EngineError, match=r"Too many open files|a bug"):
+        await fleet.restarted()
+    fleet.restart_missing()
+    assert (await turn(fleet, "g/1")).engine == "only"
+    await fleet.close()
+
+
+async def test_a_failed_restart_of_one_engine_does_not_hide_a_stall(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Unstartable(ScriptedEngine):
+        async def start(self) -> None:
+            raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("rstar2.rollout.fleet.RESTART_S", 0.0)
+    gone, hung = Unstartable("gone"), ScriptedEngine("hung", sequences=1)
+    hung.hang = True
+    fleet = fleet_of(gone, hung, recover=True, load_poll_s=0.001, stall_s=0.05)
+    fleet.lose("gone", EngineError("it died"))
+    first = await start_turn(fleet, "g/0", deadline_s=60.0)
+    await until(lambda: bool(hung.running))
+    with pytest.raises(StallError, match="no engine made progress"):
+        await (await start_turn(fleet, "g/1", deadline_s=60.0))
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await fleet.close()
+
+
+async def test_an_engine_that_refuses_to_report_is_polled_again() -> None:
+    class Refusing(ScriptedEngine):
+        async def load(self) -> EngineLoad:
+            await super().load()
+            raise UserError("/metrics answered 403")
+
+    engine = Refusing("only")
+    engine.hang = True
+    fleet = fleet_of(engine, load_poll_s=0.001)
+    with pytest.raises(DeadlineError, match="g/0"):
+        await fleet.generate((1,), Sampling(99), session="g/0", deadline_s=0.001)
+    await reports(engine)
     await fleet.close()
 
 

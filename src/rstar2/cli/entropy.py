@@ -233,9 +233,10 @@ async def _sample(
     from rstar2.config import SamplingConfig
     from rstar2.evaluate.answerers import Task, load_task, open_fleet
     from rstar2.evaluate.benchmarks import load_benchmark
+    from rstar2.evaluate.run import groups_at_once
+    from rstar2.evaluate.sweep import answer_all
     from rstar2.pipeline.runtime import scheduling
     from rstar2.seeds import derive_seed
-    from rstar2.tasks import together
 
     benchmark = load_benchmark(problems, count)
     recipe = base_recipe(None, directory, [], None)
@@ -247,13 +248,10 @@ async def _sample(
     spec = RolloutSpec(SamplingConfig(temperature=1.0), max_length, max_turns)
     template, environment = load_task(directory, None, recipe.environment)
     fleet = open_fleet(recipe, scheduling(recipe), directory, template, environment)
+    tasks = [
+        Task("entropy", problem, f"entropy/1/{n}", 0, derive_seed(seed, "entropy", n))
+        for n, problem in enumerate(benchmark.problems)
+    ]
     async with fleet as answerer:
-        answers = await together(
-            answerer.answer(
-                Task("entropy", problem, f"entropy/1/{n}", 0, derive_seed(seed, "entropy", n)),
-                spec,
-            )
-            for n, problem in enumerate(benchmark.problems)
-        )
-    prompts = [problem.prompt for problem in benchmark.problems]
-    return [(trajectory, p) for (trajectory, _), p in zip(answers, prompts, strict=True)]
+        answers = await answer_all(answerer, tasks, spec, groups_at_once(recipe, 1))
+    return [(answer, task.problem.prompt) for answer, task in zip(answers, tasks, strict=True)]

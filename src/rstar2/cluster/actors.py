@@ -36,6 +36,7 @@ class EngineActor:
         import uvicorn
 
         from rstar2.cluster.engine_http import KEEP_SERVER_S, EngineApp
+        from rstar2.http_server import SignalFreeServer
 
         raise_descriptor_limit()
         self._engine = make_engine(self.name, self.recipe, self.model)
@@ -49,7 +50,7 @@ class EngineActor:
             access_log=False,
             timeout_keep_alive=KEEP_SERVER_S,
         )
-        self._server = uvicorn.Server(config)
+        self._server = SignalFreeServer(config)
         self._serving = asyncio.ensure_future(self._server.serve())
         try:
             async with asyncio.timeout(SERVE_DEADLINE_S):

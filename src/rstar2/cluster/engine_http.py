@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -202,7 +203,9 @@ class EngineClient:
         return _decode(await self._ask("GET", "/held"), type=HeldWeights)
 
     async def load(self) -> EngineLoad:
-        return _decode(await self._ask("GET", "/load"), type=EngineLoad)
+        unsent = self._http.unsent
+        load = _decode(await self._ask("GET", "/load"), type=EngineLoad)
+        return replace(load, waiting=load.waiting + max(unsent, self._http.unsent))
 
     async def capacity(self) -> EngineCapacity:
         return _decode(await self._ask("GET", "/capacity"), type=EngineCapacity)

@@ -22,7 +22,7 @@ from rstar2.cluster.placement import Ledger, Need
 from rstar2.config import Recipe
 from rstar2.engine.base import WeightTransfer, WeightUpdate
 from rstar2.engine.checksums import HeldWeights
-from rstar2.errors import DeadlineError, EngineError, UserError
+from rstar2.errors import DeadlineError, EngineError, InfrastructureError, UserError
 from rstar2.types import EngineCapacity, EngineLoad, Generation, Sampling
 
 log = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class RemoteEngine:
     async def _release(self, client: EngineClient, session: str) -> None:
         try:
             await client.release(session)
-        except (EngineError, DeadlineError) as error:  # the next turn or check will notice
+        except InfrastructureError as error:  # the next turn or check will notice
             log.info("session %s was not released: %s", session, error)
 
     def capacity(self) -> EngineCapacity:

@@ -40,6 +40,7 @@ from rstar2.engine.base import WeightTransfer, WeightUpdate
 from rstar2.engine.checksums import HeldWeights
 from rstar2.engine.worker import EngineWorker, WorkerSettings
 from rstar2.errors import DeadlineError, EngineError, UserError
+from rstar2.http_client import LocalResourceError
 from rstar2.types import EngineCapacity, EngineLoad, Generation, Sampling
 
 if TYPE_CHECKING:
@@ -103,8 +104,10 @@ class EmbeddedEngine:
             if not self._link.lost:
                 return
             await self.close()
-        link = await _Link.open(self._settings, self._process)
-        self._link = link
+        try:
+            link = self._link = await _Link.open(self._settings, self._process)
+        except OSError as error:
+            raise LocalResourceError(f"{self.name}: no worker could be started: {error}") from error
         try:
             async with asyncio.timeout(START_DEADLINE_S):
                 first = await link.receive()
@@ -182,7 +185,7 @@ class EmbeddedEngine:
 
     def _alive(self) -> _Link:
         if self._link is None:
-            raise EngineError(f"{self.name}: not started")
+            raise EngineError(f"{self.name}: the engine is not started: call start() first")
         if self._link.lost:
             raise EngineError(f"{self.name}: its worker has ended; start() starts a new one")
         return self._link
@@ -347,17 +350,17 @@ class _Link:
 
     @classmethod
     async def open(cls, settings: WorkerSettings, process: bool) -> _Link:
-        ours, theirs = socket.socketpair()
-        mailbox = wire.open_mailbox()
-        try:
+        with contextlib.ExitStack() as opened:
+            ours, theirs = socket.socketpair()
+            opened.callback(theirs.close)
+            opened.callback(ours.close)
+            mailbox = wire.open_mailbox()
+            opened.callback(os.close, mailbox)
             run = _spawn if process else _thread
             worker = run(settings, theirs, mailbox)
-            return cls(await asyncio.open_unix_connection(sock=ours), mailbox, worker)
-        except OSError:
-            ours.close()
-            theirs.close()
-            os.close(mailbox)
-            raise
+            link = cls(await asyncio.open_unix_connection(sock=ours), mailbox, worker)
+            opened.pop_all()
+            return link
 
     @property
     def pid(self) -> int | None:

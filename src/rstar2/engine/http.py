@@ -5,8 +5,10 @@
 - No answer in time, or no connection within CONNECT_S: DeadlineError.
 - This machine cannot open a connection: LocalResourceError. It is not the engine's failure.
 
-A request that is `patient` tries again if there was no connection in time or no room for one, until
-its deadline. An engine that hangs is found by the watchdog.
+A request that is `patient` (a turn) waits for a connection if there was none in time or no room for
+one, until its deadline; requests wait in the order of their arrival, and `unsent` counts them. An
+engine that hangs is found by the watchdog. The other requests (control) may use descriptors that
+are reserved, so that they do not wait behind turns.
 
 A server closes a connection that has been idle for its keep-alive time (uvicorn, and so vLLM: 5 s).
 A request sent at that moment gets no response, and the engine would look dead. So the client
@@ -18,17 +20,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 
 from rstar2.errors import DeadlineError, EngineError, InfrastructureError
-from rstar2.http_client import Address, Connections, LocalResourceError
+from rstar2.http_client import Address, Connections, Lease, LocalResourceError
 
 log = logging.getLogger(__name__)
 
 IDLE_S = 2.0
 CONNECT_S = 10.0
-PAUSE_S = 0.05
-"""Before the second attempt to connect; doubled each time, up to a second."""
+PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.25
+"""Before the second attempt to connect, doubled each time; and at most."""
+CONTROL_CONNECTIONS = 64
+"""Of the reserved descriptors, those that requests which are not patient may use."""
 
 
 class EngineHttp:
@@ -36,30 +39,24 @@ class EngineHttp:
 
     def __init__(self, name: str, address: Address) -> None:
         self.name = name
+        self.unsent = 0
+        """Patient requests that have no connection yet."""
         self._connections = Connections(address, EngineError, idle_s=IDLE_S, connect_s=CONNECT_S)
+        self._line = asyncio.Lock()
+        self._closed = False
 
     async def close(self) -> None:
         """Close all connections; pending requests fail with EngineError."""
+        self._closed = True
         await self._connections.aclose()
 
     async def ask(
         self, method: str, path: str, body: bytes, deadline_s: float, *, patient: bool = False
     ) -> tuple[int, bytes]:
         """Send one request; returns the status and the body of the response."""
-        ends = time.monotonic() + deadline_s
-        pause_s = PAUSE_S
         try:
             async with asyncio.timeout(max(0.0, deadline_s)):
-                while True:
-                    try:
-                        return await self._exchange(method, path, body)
-                    except (LocalResourceError, EngineError) as error:
-                        again = patient and _not_connected(error)
-                        if not again or time.monotonic() + pause_s >= ends:
-                            raise
-                        log.info("%s: %s is tried again: %s", self.name, path, error)
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, 1.0)
+                return await self._exchange(method, path, body, patient)
         except TimeoutError as error:
             raise DeadlineError(
                 f"{self.name}: {path} was not answered within {deadline_s:g} s"
@@ -68,9 +65,14 @@ class EngineHttp:
             kind = DeadlineError if _not_connected(error) else EngineError
             raise kind(f"{self.name}: {path}: {error}") from error
 
-    async def _exchange(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+    async def _exchange(
+        self, method: str, path: str, body: bytes, patient: bool
+    ) -> tuple[int, bytes]:
         while True:
-            async with self._connections.lease() as connection:
+            lease = self._connections.lease(0 if patient else CONTROL_CONNECTIONS)
+            if patient:
+                await self._take_in_line(lease)
+            async with lease as connection:
                 try:
                     response = await connection.request(method, path, body)
                 except EngineError:
@@ -78,6 +80,33 @@ class EngineHttp:
                         raise  # a first request, or `close` has broken the connection
                     continue  # the server had closed an idle connection: ask on another one
                 return response.status, await response.body()
+
+    async def _take_in_line(self, lease: Lease) -> None:
+        """Take a connection; requests that find none get one in the order of their arrival."""
+        self.unsent += 1
+        try:
+            if not self._line.locked() and await self._taken(lease):
+                return
+            async with self._line:
+                pause_s = PAUSE_S
+                while not await self._taken(lease):
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        finally:
+            self.unsent -= 1
+
+    async def _taken(self, lease: Lease) -> bool:
+        """Whether there was a connection; raises if there will be none."""
+        if self._closed:
+            raise EngineError("the client was closed")
+        try:
+            await lease.take()
+        except (LocalResourceError, EngineError) as error:
+            if not _not_connected(error):
+                raise
+            log.info("%s: a turn waits for a connection: %s", self.name, error)
+            return False
+        return True
 
 
 def _not_connected(error: InfrastructureError) -> bool:

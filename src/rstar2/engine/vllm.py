@@ -31,6 +31,7 @@ from rstar2.engine.checksums import HeldWeights
 from rstar2.engine.vllm_client import VllmClient
 from rstar2.engine.vllm_server import ServerSettings, VllmServer
 from rstar2.errors import DeadlineError, EngineError, UserError
+from rstar2.http_client import LocalResourceError
 from rstar2.types import EngineCapacity, EngineLoad, Finish, Generation, Sampling, WeightVersion
 
 if TYPE_CHECKING:
@@ -142,7 +143,9 @@ class VllmEngine:
         while True:
             try:
                 return await client.health(HEALTH_DEADLINE_S)
-            except (EngineError, DeadlineError) as error:
+            except (EngineError, DeadlineError, LocalResourceError) as error:
+                if self._server is None and isinstance(error, LocalResourceError):
+                    raise
                 if self._server is None:
                     raise EngineError(
                         f"{self.name}: {self._url} does not answer: {error}"
@@ -245,10 +248,11 @@ class VllmEngine:
         return self._capacity
 
     async def load(self) -> EngineLoad:
-        """Current load of the server."""
-        capacity = self.capacity()
-        gauges = await self.client.gauges(CONTROL_DEADLINE_S)
-        return gauges.load(capacity.kv_tokens, self._version)
+        """Current load of the server; turns that wait for a connection to it wait, too."""
+        capacity, client = self.capacity(), self.client
+        unsent = client.unsent
+        load = (await client.gauges(CONTROL_DEADLINE_S)).load(capacity.kv_tokens, self._version)
+        return replace(load, waiting=load.waiting + max(unsent, client.unsent))
 
     # ------------------------------------------------------------------ weights
 

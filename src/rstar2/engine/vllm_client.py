@@ -151,6 +151,11 @@ class VllmClient:
             address = Address("engine", 80, socket=str(socket))
         self._http = EngineHttp(name, address)
 
+    @property
+    def unsent(self) -> int:
+        """Generations that wait for a connection."""
+        return self._http.unsent
+
     async def close(self) -> None:
         await self._http.close()
 

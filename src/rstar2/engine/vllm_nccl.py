@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rstar2.engine.base import WeightUpdate
 from rstar2.engine.vllm_client import VllmClient
-from rstar2.errors import EngineError, UserError, WeightUpdateError
+from rstar2.errors import EngineError, InfrastructureError, UserError, WeightUpdateError
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ class NcclTransfer:
         try:
             async with asyncio.timeout(DEADLINE_S):
                 await asyncio.to_thread(self._sender.send_weights)
-        except (RuntimeError, TimeoutError, EngineError) as error:
+        except (RuntimeError, TimeoutError, InfrastructureError) as error:
             self._sender = None  # the group cannot be used again
             raise WeightUpdateError(
                 f"{client.name}: NCCL transfer of version {update.version} failed: {error!r}"

@@ -24,6 +24,7 @@ from rstar2.child import LINE_CHARS, Child, tail
 from rstar2.engine.vllm_plugin import ENGINE, PACKED
 from rstar2.engine.vllm_supervisor import end_group
 from rstar2.errors import EngineError
+from rstar2.http_client import LocalResourceError
 
 STOP_S = 30.0
 """Time limit for the supervisor to end its group."""
@@ -145,18 +146,27 @@ class VllmServer:
         """Start the server without waiting for it; it ends when the calling thread ends."""
         if self._child is not None:
             raise EngineError(f"{self.name}: stop the old server before starting a new one")
-        self._directory = _private_directory()
+        try:
+            directory = self._directory = _private_directory()
+            self._child = self._start(directory)
+        except OSError as error:
+            if self._directory is not None:
+                shutil.rmtree(self._directory, ignore_errors=True)
+                self._directory = None
+            raise LocalResourceError(f"{self.name}: no server could be started: {error}") from error
+
+    def _start(self, directory: Path) -> Child:
         command = [sys.executable, "-m", "rstar2.engine.vllm_supervisor"]
         if self.settings.cores:
             command += ["--cores", ",".join(map(str, self.settings.cores))]
         command += ["--", *arguments_of(self.settings, self.socket)]
-        self._child = Child(
+        return Child(
             self.name,
             command,
             parent_death_signal=signal.SIGTERM,
             grace_s=STOP_S,
-            environment=environment_of(self.settings, self._directory),
-            log=self._directory / "log",
+            environment=environment_of(self.settings, directory),
+            log=directory / "log",
             kills_group=False,  # resource trackers need time, see `end_group`
         )
 

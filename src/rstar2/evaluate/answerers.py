@@ -6,6 +6,7 @@ both when the block ends.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -33,7 +34,9 @@ from rstar2.malloc import rare_collections
 from rstar2.rollout.fleet import Fleet
 from rstar2.rollout.groups import GroupRunner
 from rstar2.rollout.scheduler import Scheduler
-from rstar2.tasks import together
+from rstar2.rollout.starting import start_engines
+from rstar2.rollout.watchdog import Watchdog
+from rstar2.tasks import cancel_all, together
 from rstar2.types import Finish, Message, Problem, StopReason, Trajectory, WeightVersion
 
 if TYPE_CHECKING:
@@ -234,20 +237,28 @@ async def open_fleet(
 
     raise_descriptor_limit()
     engines = make_engines(recipe, directory)
+    late: dict[str, asyncio.Task[None]] = {}
 
     async def recover(engine: Engine) -> WeightVersion:
-        await engine.start()
+        start = late.pop(engine.name, None)
+        await (engine.start() if start is None else start)
         return (await engine.load()).version
 
     async with AsyncExitStack() as stack:
         fleet = Fleet(engines, Scheduler(scheduler), recover=recover)
         stack.push_async_callback(fleet.close)
         tools = await stack.enter_async_context(open_environment(environment, recipe.codeenv))
-        await together(engine.start() for engine in engines)
-        loads = await together(engine.load() for engine in engines)
-        fleet.require(loads[0].version)
-        for engine, load in zip(engines, loads, strict=True):
+        started = await start_engines(engines, recipe.engine.hang_s)
+        late.update(started.late)
+        for engine, load in zip(
+            started.running, await together(e.load() for e in started.running), strict=True
+        ):
+            fleet.require(load.version)
             fleet.join(engine.name, load.version)
+        fleet.restart_missing()
+        probe = template.prompt_ids([Message("user", "What is 6 times 7?")])
+        dog = asyncio.ensure_future(Watchdog(fleet, probe, hang_s=recipe.engine.hang_s).run())
+        stack.push_async_callback(cancel_all, [dog])
         loop = AgentLoop(environment, fleet, tools, template, recipe.agent)
         with rare_collections():
             yield FleetAnswerer(GroupRunner(loop))

@@ -5,7 +5,8 @@
 
 Invariants
 - The seed of an answer derives from (seed, benchmark, index of the problem, sample) and from
-  nothing else: an evaluation that was killed and resumed draws the same answers.
+  nothing else: an evaluation that was killed and resumed draws with the same seeds. A vLLM
+  server gets them only with `engine.seeded`; without, it draws other answers.
 - A rollout lost to infrastructure gets no reward and no line. It counts as missing, and the same
   command tries it again.
 - At most `concurrency` rollouts run at a time, so that none waits for a slot beyond its deadline.
@@ -39,11 +40,9 @@ from rstar2.evaluate.store import (
 )
 from rstar2.reward.grade import Verifier, grade
 from rstar2.seeds import derive_seed
-from rstar2.tasks import together
-from rstar2.types import Problem
+from rstar2.tasks import LostInARow, for_each, together
+from rstar2.types import Problem, Trajectory
 
-OUTAGE = 8
-"""The sweep fails after this many lost rollouts in a row."""
 GRADE_DEADLINE_S = 30.0
 AT_ONCE = 256
 """Answers that `rescore` grades at the same time."""
@@ -79,29 +78,42 @@ async def sweep(
 ) -> Counter[str]:
     """Answer all tasks; returns how many rollouts were lost to infrastructure, by error name."""
     lost: Counter[str] = Counter()
-    in_a_row = 0
+    in_a_row = LostInARow("rollouts")
     queue = iter(tasks)
 
     async def worker() -> None:
-        nonlocal in_a_row
         for task in queue:
             trajectory, tokens = await answerer.answer(task, spec)
             if trajectory.failure is not None:
                 lost[trajectory.failure.name] += 1
-                in_a_row += 1
-                if in_a_row >= OUTAGE:
-                    raise InfrastructureError(
-                        f"{in_a_row} rollouts in a row were lost, the last one to "
-                        f"{trajectory.failure.name}: {trajectory.failure.message}"
-                    )
+                in_a_row.lost(f"{trajectory.failure.name}: {trajectory.failure.message}")
                 continue
-            in_a_row = 0
+            in_a_row.kept()
             answer = GradedAnswer(task.benchmark, task.problem.id, task.sample, tokens, trajectory)
             directory.add(answer)
             on_answer(answer)
 
     await together(worker() for _ in range(min(concurrency, len(tasks))))
     return lost
+
+
+async def answer_all(
+    answerer: Answerer, tasks: Sequence[Task], spec: RolloutSpec, at_once: int
+) -> list[Trajectory]:
+    """The rollouts of all tasks in order, at most `at_once` at a time; none is recorded."""
+    in_a_row = LostInARow("rollouts")
+    made: dict[int, Trajectory] = {}
+
+    async def answer(number: int) -> None:
+        made[number], _ = await answerer.answer(tasks[number], spec)
+        failure = made[number].failure
+        if failure is None:
+            in_a_row.kept()
+        else:
+            in_a_row.lost(f"{failure.name}: {failure.message}")
+
+    await for_each(range(len(tasks)), answer, at_once)
+    return [made[number] for number in range(len(tasks))]
 
 
 # --------------------------------------------------------------------------- scoring

@@ -45,7 +45,7 @@ class HangWatch:
     def __init__(self, hang_s: float) -> None:
         self.hang_s = hang_s
         self._longest: dict[str, float] = {}
-        """Longest time without a mark of any rank, by method; only of methods that have ended."""
+        """Maximum time without a mark of any rank, by method; only of methods that have ended."""
 
     def begin(self, method: str, now: float) -> None:
         """A call of all ranks starts."""

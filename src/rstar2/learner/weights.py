@@ -6,10 +6,11 @@ Invariant 7: after an update no engine serves before two proofs.
 - The probe: its logprobs of a fixed text match the learner's within a tolerance. So an engine that
   holds the right tensors but computes with others is refused.
 
-`publish` returns the engines that were proven, and those that died or did not answer in time: the
-caller continues with the former. Wrong weights raise WeightUpdateError, which names the engines
-and how they differ. Running requests are held from the update to the proof, so no token is
-sampled under weights that were not proven.
+`publish` returns the engines that were proven and, by name, why the others were not: they died, did
+not answer in time, could not be reached from this machine for a minute, or have wrong weights. The
+caller continues with the former and ends the latter. If none is proven and one has wrong weights,
+WeightUpdateError names the engines and how they differ. Running requests are held from the update
+to the proof, so no token is sampled under weights that were not proven.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ from rstar2.engine.base import Engine, WeightUpdate
 from rstar2.engine.checksums import add, bit_sum, differing, fused_name
 from rstar2.errors import DeadlineError, EngineError, InfrastructureError, WeightUpdateError
 from rstar2.files import replacing_directory
+from rstar2.http_client import LocalResourceError, despite_local_errors
 from rstar2.learner.tolerance import PROBE_TOLERANCE
+from rstar2.tasks import all_but_stragglers, cancel_all
 from rstar2.types import WeightVersion
 
 if TYPE_CHECKING:
@@ -45,10 +48,11 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-STRAGGLER_FACTOR = 3.0
-"""Once half of the engines are proven, the others have this times as long in total ..."""
 STRAGGLER_S = 60.0
-"""... and at least this much longer."""
+"""Once half of the engines are proven, the others have at least this much longer."""
+
+OF_AN_ENGINE = EngineError, DeadlineError, WeightUpdateError, LocalResourceError
+"""What may become of one engine's update; other errors are the learner's."""
 
 SHOWN_TENSORS = 3
 
@@ -66,7 +70,7 @@ class Publication:
     metrics: dict[str, float]
     proven: tuple[Engine, ...]
     lost: Mapping[str, InfrastructureError]
-    """Engines that died or did not answer in time, by name."""
+    """Why the other engines were not proven, by name."""
 
 
 class WeightSource(Protocol):
@@ -167,9 +171,9 @@ async def publish(
             update = WeightUpdate(version, path=directory / "adapter", hold=True)
             await send({e.name: update for e in by_adapter}, by_adapter)
     wrong = [str(o) for o in outcomes.values() if isinstance(o, WeightUpdateError)]
-    if wrong:
-        raise WeightUpdateError(f"version {version}: {'; '.join(wrong)}")
     gaps = [o for o in outcomes.values() if isinstance(o, float)]
+    if wrong and not gaps:
+        raise WeightUpdateError(f"version {version}: {'; '.join(wrong)}")
     return Publication(
         {
             "weights/version": float(version),
@@ -187,21 +191,10 @@ async def _outcomes(
 ) -> dict[str, float | InfrastructureError]:
     """What each engine's update came to; one that is much slower than half of them is given up."""
     started = time.monotonic()
-    ends: float = started + deadline_s
-    pending = set(tasks.values())
     try:
-        while pending and (left := ends - time.monotonic()) > 0:
-            _, pending = await asyncio.wait(
-                pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
-            )
-            now = time.monotonic()
-            if 2 * (len(tasks) - len(pending)) >= len(tasks):
-                fair = max(STRAGGLER_FACTOR * (now - started), now - started + straggler_s)
-                ends = min(ends, started + fair)
+        await all_but_stragglers(tasks.values(), within_s=deadline_s, straggler_s=straggler_s)
     finally:
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        await cancel_all(tasks.values())
     waited = time.monotonic() - started
     outcomes: dict[str, float | InfrastructureError] = {}
     for name, task in tasks.items():
@@ -209,7 +202,7 @@ async def _outcomes(
         failure = error if task.cancelled() else task.exception()
         if failure is None:
             outcomes[name] = task.result()
-        elif isinstance(failure, EngineError | DeadlineError | WeightUpdateError):
+        elif isinstance(failure, OF_AN_ENGINE):
             outcomes[name] = failure
         else:
             raise failure
@@ -234,8 +227,8 @@ class _Proof:
 
     async def install(self, engine: Engine, update: WeightUpdate) -> float:
         """Update an engine, prove it and let it continue; the gap of its probe."""
-        await engine.update_weights(update)
-        load = await engine.load()
+        await despite_local_errors(lambda: engine.update_weights(update))
+        load = await despite_local_errors(engine.load)
         if load.version != update.version:
             raise WeightUpdateError(
                 f"{engine.name} serves version {load.version}, not {update.version}"
@@ -243,11 +236,11 @@ class _Proof:
         if engine.weight_transfer != "adapter":  # its own weights never change: see `lora.rehearse`
             await self._check_sums(engine, exported=update.path is not None)
         gap = await self._probe(engine)
-        await engine.resume()
+        await despite_local_errors(engine.resume)
         return gap
 
     async def _check_sums(self, engine: Engine, *, exported: bool) -> None:
-        held = await engine.held_weights()
+        held = await despite_local_errors(engine.held_weights)
         key = held.dtype, exported
         async with self._summing:
             if key not in self._sums:
@@ -262,7 +255,7 @@ class _Proof:
 
     async def _probe(self, engine: Engine) -> float:
         """Largest difference between an engine's logprobs of the probe and the learner's."""
-        scores = await engine.score(self._probe_ids)
+        scores = await despite_local_errors(lambda: engine.score(self._probe_ids))
         if len(scores) != len(self._expected):
             raise WeightUpdateError(
                 f"{engine.name} scored {len(scores)} tokens of the probe, not {len(self._expected)}"

@@ -15,7 +15,8 @@
 
 What each arrow waits for, and what unblocks it:
 
-    collect    the step's last group; groups need engines (Fleet) and tools (CodeEnvClient)
+    collect    the step's last group; groups need engines (Fleet) and tools (CodeEnvClient); a group
+               from which resampling would keep only equal rewards is refilled with another problem
     resample   nothing: a pure function of the groups and the seed
     learn      the learner's thread, which runs one call at a time
     publish    the proof of every engine that runs; a dead one joins later, when it is proven
@@ -46,10 +47,8 @@ from rstar2.errors import RankError
 from rstar2.grpo.batch import teaches
 from rstar2.grpo.roc import select
 from rstar2.pipeline import stages
-from rstar2.pipeline.budget import fitted_steps, stage_end
 from rstar2.pipeline.collapse import detect_collapse
 from rstar2.pipeline.difficulty_filter import hard_problems
-from rstar2.pipeline.plateau import stage_complete, watch_plateau
 from rstar2.pipeline.progress import ProgressView, StageKind
 from rstar2.pipeline.runtime import open_runtime
 from rstar2.pipeline.state import RunState
@@ -59,6 +58,7 @@ from rstar2.pipeline.step_metrics import (
     staleness_metrics,
     step_metrics,
 )
+from rstar2.pipeline.stopping import fitted_steps, stage_complete, stage_end, watch_plateau
 from rstar2.pipeline.training import BASE, SFT, Training, resample
 from rstar2.record import RunDirectory, read_evaluations
 from rstar2.rollout.collector import Collector

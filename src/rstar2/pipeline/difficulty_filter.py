@@ -7,6 +7,8 @@
 Invariants
 - A group that has ended is recorded before the next event: kill -9 loses only groups in flight. The
   same command answers only the problems that have no line yet.
+- A group whose rollouts were all lost is no result. It is drawn again, and an outage ends the run
+  without a line for it (`answer_each`).
 - Lines and result carry the version of the weights. Those of other weights are not used.
 - Memory does not grow with the number of problems, except by two small numbers for each.
 """

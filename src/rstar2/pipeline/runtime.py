@@ -9,6 +9,7 @@ Invariants
   the new version first, and engines join after their proof.
 - No step waits for an engine that died or hangs: `publish` serves the engines that are there. The
   others start in the background and join when they are proven, by the next `publish` or after it.
+- The first start is no exception: the run begins with the engines that could be started.
 - `close` ends every process that was started, in any state of the parts.
 """
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -40,6 +41,7 @@ from rstar2.errors import (
     InfrastructureError,
     WeightUpdateError,
 )
+from rstar2.http_client import despite_local_errors
 from rstar2.learner.tolerance import ROUNDING_TEXTS, MeasuredTolerance
 from rstar2.malloc import rare_collections
 from rstar2.pipeline.export import trained_prompt
@@ -48,8 +50,9 @@ from rstar2.plan.share import beside_learner
 from rstar2.rollout.fleet import Fleet
 from rstar2.rollout.groups import GroupRunner
 from rstar2.rollout.scheduler import Scheduler
-from rstar2.rollout.watchdog import Watchdog
-from rstar2.tasks import together
+from rstar2.rollout.starting import start_engines
+from rstar2.rollout.watchdog import Watchdog, end_engine
+from rstar2.tasks import all_but_stragglers, cancel_all, together
 from rstar2.types import Message, Problem, WeightVersion
 
 if TYPE_CHECKING:
@@ -110,6 +113,8 @@ class Runtime:
         self._changing = asyncio.Lock()
         self._arrived: dict[str, Engine] = {}
         """Engines that run but were not proven since they started."""
+        self._late: dict[str, asyncio.Task[None]] = {}
+        """The first starts of engines for which the others did not wait."""
         self._arrival = asyncio.Event()
         self._serving = asyncio.Event()
         """Set once weights of the current learner were published."""
@@ -118,6 +123,8 @@ class Runtime:
         """Engines that died and do not serve yet."""
         self._rehearsed: set[str] = set()
         """Engines that have applied a planted LoRA adapter since their start."""
+        self._rehearsal: dict[str, float] = {}
+        """Metrics of the last rehearsal; the first one comes before the first step."""
 
     # ------------------------------------------------------------------ learning
 
@@ -154,22 +161,33 @@ class Runtime:
         """Wake the engines; the optimizer's state is in host memory meanwhile. Idempotent."""
         if self.recipe.engine.sleep:
             await self.on_learner(self.learner.offload_optimizer)
-            await asyncio.gather(*(self._or_abort(e, e.wake) for e in self._engines))
+            await self._or_end({e: e.wake for e in self._engines})
 
     async def _sleep(self) -> None:
         if self.recipe.engine.sleep:
-            await asyncio.gather(*(self._or_abort(e, e.sleep) for e in self._engines))
+            await self._or_end({e: e.sleep for e in self._engines})
 
-    async def _or_abort(self, engine: Engine, action: Callable[[], Awaitable[None]]) -> None:
-        """Ask an engine to sleep or wake. One that fails is ended, which frees its memory.
+    async def _or_end(self, actions: Mapping[Engine, Callable[[], Awaitable[None]]]) -> None:
+        """Ask engines to sleep or wake. One that fails or hangs is ended, which frees its memory.
 
         The next publication starts it again.
         """
+        tasks = {
+            asyncio.ensure_future(despite_local_errors(action)): engine
+            for engine, action in actions.items()
+        }
         try:
-            await action()
-        except InfrastructureError as error:
-            log.warning("engine %s is ended: %s", engine.name, error)
-            await engine.abort()
+            await all_but_stragglers(tasks, straggler_s=self.recipe.engine.hang_s)
+        finally:
+            await cancel_all(tasks)
+        for task, engine in tasks.items():
+            late = DeadlineError("it hangs: it is much slower than the others")
+            error = late if task.cancelled() else task.exception()
+            if isinstance(error, InfrastructureError):
+                log.warning("engine %s is ended: %s", engine.name, error)
+                await end_engine(engine)
+            elif error is not None:
+                raise error
 
     def start_serving(self) -> None:
         """Start engines and code environment in the background."""
@@ -188,8 +206,7 @@ class Runtime:
             else:
                 self._tools = await self.cluster.tools()
 
-        await together([start_tools(), *(engine.start() for engine in engines)])
-        self._arrived = {engine.name: engine for engine in engines}
+        await together([start_tools(), self._start_engines()])
         dog = Watchdog(
             self._fleet,
             self._probe,
@@ -197,6 +214,14 @@ class Runtime:
             on_hang=lambda name: self.notify("hung", part=name),
         )
         self._watching = asyncio.ensure_future(dog.run())
+
+    async def _start_engines(self) -> None:
+        """Start the engines: at least one. Those that fail or are slow join later."""
+        started = await start_engines(self._engines, self.recipe.engine.hang_s)
+        self._arrived = {engine.name: engine for engine in started.running}
+        self._late = started.late
+        for name, error in started.failed.items():
+            self.notify("away", part=name, why=str(error))
 
     def check(self) -> None:
         """Raise the error of the start in the background, if it has failed."""
@@ -281,13 +306,13 @@ class Runtime:
 
         It is proven here between two steps, or by a `publish` that comes first.
         """
-        name = engine.name
-        if name not in self._lost:
+        name, late = engine.name, self._late.pop(engine.name, None)
+        if name not in self._lost and late is None:
             self._lost.add(name)
             self._rehearsed.discard(name)
             self.notify("lost", part=name)
         try:
-            await engine.start()
+            await (engine.start() if late is None else late)
         except InfrastructureError as error:
             self.notify("away", part=name, why=str(error))
             raise
@@ -309,13 +334,14 @@ class Runtime:
     async def _prove(self, engines: Sequence[Engine], version: WeightVersion) -> dict[str, float]:
         """Publish to these engines; those that are proven join the fleet, the others are lost.
 
-        Raises EngineError if no engine is left, and WeightUpdateError if one has wrong weights.
+        Raises EngineError if no engine is left, WeightUpdateError if all have wrong weights.
         """
         from rstar2.learner.lora import rehearse  # torch: loaded by now
         from rstar2.learner.weights import publish
 
-        recipe, metrics, tolerance = self.recipe, dict[str, float](), self.tolerance.value
+        recipe, tolerance = self.recipe, self.tolerance.value
         spread = None if self.cluster is None else self.cluster.weights
+        lost: dict[str, InfrastructureError] = {}
         new = [engine for engine in engines if engine.name not in self._rehearsed]
         if recipe.learner.lora is not None and new:
             rehearsed = await rehearse(
@@ -326,8 +352,10 @@ class Runtime:
                 tolerance=tolerance,
                 in_thread=self.on_learner,
             )
-            metrics |= rehearsed.metrics
+            self._rehearsal = dict(rehearsed.metrics)
             self._rehearsed.update(engine.name for engine in rehearsed.proven)
+            lost |= await self._lose_all(rehearsed.lost)
+            engines = [engine for engine in engines if engine.name in self._rehearsed]
         made = await publish(
             self.learner,
             engines,
@@ -339,28 +367,31 @@ class Runtime:
             in_thread=self.on_learner,
         )
         texts = [self._prompt_ids(problem) for problem in self.heldout[:ROUNDING_TEXTS]]
-        metrics |= await self.tolerance.observe(made, self.learner, texts, self.on_learner)
-        for engine in engines:
+        observed = await self.tolerance.observe(made, self.learner, texts, self.on_learner)
+        for engine in made.proven:
             self._arrived.pop(engine.name, None)
-            if engine in made.proven:
-                self.fleet.join(engine.name, version)
-                self._back(engine, version)
-            else:
-                await self._lose(engine, made.lost[engine.name])
+            self.fleet.join(engine.name, version)
+            self._back(engine, version)
+        lost |= await self._lose_all(made.lost)
         if not made.proven:
-            raise EngineError(f"no engine took version {version}: {made.lost[engines[0].name]}")
-        return metrics | made.metrics
+            raise EngineError(f"no engine took version {version}: {next(iter(lost.values()))}")
+        return {**self._rehearsal, **observed, **made.metrics}
 
-    async def _lose(self, engine: Engine, error: InfrastructureError) -> None:
-        """End an engine that failed during an update; it restarts in the background."""
-        log.warning("engine %s did not take the weights: %s", engine.name, error)
-        if isinstance(error, DeadlineError):
-            self.notify("hung", part=engine.name)
-        try:
-            await engine.abort()
-        except InfrastructureError as failure:
-            log.warning("engine %s did not end cleanly: %s", engine.name, failure)
-        self.fleet.lose(engine.name, error)
+    async def _lose_all(
+        self, lost: Mapping[str, InfrastructureError]
+    ) -> Mapping[str, InfrastructureError]:
+        """End the engines that failed during an update; they restart in the background."""
+        for name, error in lost.items():
+            log.warning("engine %s did not take the weights: %s", name, error)
+            if isinstance(error, DeadlineError):
+                self.notify("hung", part=name)
+            if isinstance(error, WeightUpdateError):
+                self.notify("away", part=name, why=str(error))
+            self._arrived.pop(name, None)
+            self._rehearsed.discard(name)
+            await end_engine(self.fleet.engines[name])
+            self.fleet.lose(name, error)
+        return lost
 
     @property
     def _probe(self) -> Sequence[int]:
@@ -371,10 +402,9 @@ class Runtime:
 
     async def close(self) -> None:
         """End engines and code environment; idempotent."""
-        background = [task for task in (self._starting, self._watching) if task is not None]
-        for task in background:
-            task.cancel()
-        await asyncio.gather(*background, return_exceptions=True)
+        tasks = (self._starting, self._watching, *self._late.values())
+        background = [task for task in tasks if task is not None]
+        await cancel_all(background)
         async with AsyncExitStack() as stack:  # each is closed, also if another fails
             if self._tools is not None:
                 stack.push_async_callback(self._tools.close)

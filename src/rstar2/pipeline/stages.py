@@ -19,13 +19,13 @@ from rstar2.agent.loop import RolloutSpec
 from rstar2.agent.prompts import shown_conversation
 from rstar2.config import EvaluationConfig, SamplingConfig, SftConfig, StageConfig
 from rstar2.errors import InfrastructureError, RecipeError
-from rstar2.evaluate.run import GREEDY, evaluate, groups_at_once, in_order, without_values
+from rstar2.evaluate.run import GREEDY, evaluate, groups_at_once, without_values
 from rstar2.pipeline.progress import StageKind
 from rstar2.pipeline.state import RunState
 from rstar2.pipeline.training import SFT, Training
 from rstar2.problems.conversations import MakeConversations, batches, held_out, sft_steps
 from rstar2.record import evaluation_stage
-from rstar2.record.read import stage_label
+from rstar2.record.read import problem_number, stage_label
 from rstar2.tasks import to_the_end, together
 from rstar2.types import Conversation, Evaluation, Group
 
@@ -182,21 +182,16 @@ async def answer_heldout(
         nonlocal done
         name = evaluation_stage(stage, mode)
         answered = training.run.resume_groups(name) if recorded else ()
-        before = [without_values(group) for group in answered]
+        before = {problem_number(group.id): without_values(group) for group in answered}
         done += len(before)
-
-        def write(group: Group) -> None:
-            training.run.trajectories(name, step, group)
-            training.run.flush()
-
-        record = in_order(write, first=len(before))
 
         def on_group(index: int, group: Group) -> None:
             nonlocal done
             done += 1
             training.view.progress(done, len(problems) * len(modes), "problems")
             if recorded:
-                record(index, group)
+                training.run.trajectories(name, step, group)
+                training.run.flush()
 
         sampling, samples = how
         spec = RolloutSpec(sampling, config.max_length, config.max_turns)

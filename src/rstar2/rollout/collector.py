@@ -29,6 +29,7 @@ from rstar2.agent.loop import RolloutSpec
 from rstar2.config import RlConfig, StageConfig
 from rstar2.errors import InfrastructureError
 from rstar2.seeds import derive_seed
+from rstar2.tasks import cancel_all
 from rstar2.types import Group, Problem, WeightVersion
 
 
@@ -147,9 +148,7 @@ class Collector:
                     drawn[tasks.pop(task)] = task.result()
                     self.on_progress(step, sum(d.used for d in drawn.values()), wanted)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(tasks)
         in_order = tuple(drawn[ordinal] for ordinal in sorted(drawn))
         _refuse_outage(in_order, step)
         end = step * wanted if self.rl.staleness else position + len(in_order)

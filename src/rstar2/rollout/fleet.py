@@ -24,10 +24,11 @@ from dataclasses import dataclass, replace
 from time import monotonic
 
 from rstar2.engine.base import Engine
-from rstar2.errors import DeadlineError, EngineError, InfrastructureError, UserError
+from rstar2.errors import EngineError, InfrastructureError, RstarError, UserError
 from rstar2.http_client import LocalResourceError
 from rstar2.rollout.scheduler import Phase, Placement, Scheduler, TurnRequest
 from rstar2.rollout.turn_clocks import TurnClock, TurnClocks
+from rstar2.tasks import cancel_all
 from rstar2.types import EngineLoad, Finish, Generation, Sampling, WeightVersion
 
 log = logging.getLogger(__name__)
@@ -190,18 +191,14 @@ class Fleet:
     async def stop_recoveries(self) -> None:
         """Cancel engine restarts."""
         tasks = list(self._recovering.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
         self._recovering.clear()
 
     async def stop(self) -> None:
         """Stop scheduling; the engines keep running. Waiting turns fail with EngineError."""
         await self.stop_recoveries()
         background = [*self._releases, *self._polls.values()]
-        for task in background:
-            task.cancel()
-        await asyncio.gather(*background, return_exceptions=True)
+        await cancel_all(background)
         self._fail_waiting(EngineError("the fleet was closed"))
 
     async def close(self) -> None:
@@ -348,22 +345,29 @@ class Fleet:
             self._recovering[name] = asyncio.ensure_future(self._restart(name, self._recover))
 
     async def _restart(self, name: str, recover: RecoverEngine) -> None:
+        """Restart an engine; however that ends, it is not being restarted afterwards."""
+        try:
+            self.join(name, await self._repeat(name, recover))
+        except Exception as error:  # of any kind: nobody awaits this task
+            known = isinstance(error, (RstarError, OSError))
+            log.warning("engine %s stays down: %s", name, error, exc_info=not known)
+            self.last_failure = error
+        finally:
+            self._recovering.pop(name, None)
+        if not self.scheduler.engines and not self._recovering and self.last_failure is not None:
+            self._fail_waiting(self.last_failure)
+
+    async def _repeat(self, name: str, recover: RecoverEngine) -> WeightVersion:
+        """Restart an engine; what a later attempt may not meet again is repeated for RESTART_S."""
         ends, pause_s = monotonic() + RESTART_S, RESTART_PAUSE_S
         while True:
             try:
-                version = await recover(self.engines[name])
-            except (InfrastructureError, UserError) as error:
+                return await recover(self.engines[name])
+            except (InfrastructureError, OSError) as error:
+                if monotonic() + pause_s > ends:
+                    raise
                 log.warning("engine %s could not be restarted: %s", name, error)
                 self.last_failure = error
-                if isinstance(error, UserError) or monotonic() + pause_s > ends:
-                    self._recovering.pop(name, None)
-                    if not self.scheduler.engines and not self._recovering:
-                        self._fail_waiting(error)
-                    return
-            else:
-                self._recovering.pop(name, None)
-                self.join(name, version)
-                return
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_RESTART_PAUSE_S)
 
@@ -392,7 +396,10 @@ class Fleet:
         except EngineError as error:
             self._engine_lost(name, error)
             return
-        except (DeadlineError, LocalResourceError, TimeoutError) as error:
+        except LocalResourceError as error:  # it says nothing about the engine
+            log.info("engine %s could not be asked for its load: %s", name, error)
+            return
+        except (InfrastructureError, UserError, TimeoutError) as error:
             log.info("engine %s did not report its load: %r", name, error)
             self._clocks.silent(name)
             return

@@ -27,6 +27,7 @@ from heapq import heappop, heappush
 from typing import Protocol
 
 from rstar2.rollout.collector import CollectedStep
+from rstar2.tasks import cancel_all
 from rstar2.types import WeightVersion
 
 
@@ -66,9 +67,7 @@ class LookaheadCollector:
     async def close(self) -> None:
         """Cancel the steps in flight; nothing was learnt from them, so they are drawn again."""
         tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
         self._tasks.clear()
 
 

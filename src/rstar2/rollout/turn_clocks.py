@@ -4,10 +4,11 @@ not.
     submit ──> waits for a placement ──> sent to an engine ──> the engine has started on it
                └──────── bounded by progress of the fleet ────┘└── bounded by `deadline_s` ──┘
 
-An engine may queue what it was sent. It reports how many requests wait, and engines start requests
-in the order of arrival, so all but the last `waiting` turns that were sent have started. A report
-counts only for turns that were sent before the report before it was asked for: requests may
-overtake each other on their way. The turns of an engine that does not report count as started.
+An engine may queue what it was sent. It reports how many requests wait, those that wait for a
+connection to it included. Requests start in the order of arrival, so all but the last `waiting`
+turns that were sent have started. A report counts only for turns that were sent before the report
+before it was asked for: requests may overtake each other on their way. The turns of an engine that
+does not report count as started.
 
 Before its start, a turn is given up (StallError) once the fleet made no progress for `stall_s`: no
 turn ended, no token was sampled, no engine joined.

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from rstar2.engine.base import Engine
-from rstar2.errors import DeadlineError, EngineError
+from rstar2.errors import DeadlineError, EngineError, InfrastructureError
 from rstar2.http_client import LocalResourceError
 from rstar2.rollout.fleet import Fleet
 
@@ -68,7 +68,7 @@ class Watchdog:
                 strikes = 0
                 log.warning("engine %s hangs: no score within %g s", engine.name, self.hang_s)
                 self.on_hang(engine.name)
-                await _abort(engine)
+                await end_engine(engine)
 
     def _busy(self, name: str) -> bool:
         scheduler = self.fleet.scheduler
@@ -93,9 +93,9 @@ class Watchdog:
         return True
 
 
-async def _abort(engine: Engine) -> None:
-    """End an engine that hangs; all requests that wait for it fail with EngineError."""
+async def end_engine(engine: Engine) -> None:
+    """End an engine that hangs or failed; all requests that wait for it fail with EngineError."""
     try:
         await engine.abort()
-    except EngineError as error:
+    except (InfrastructureError, OSError) as error:
         log.warning("engine %s did not end cleanly: %s", engine.name, error)

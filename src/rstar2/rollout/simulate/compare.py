@@ -58,9 +58,9 @@ class PolicyResult:
     kv_demand: float
     """Final tokens of all rollouts / KV capacity of all engines."""
     first_p99_s: dict[int, float]
-    """By prompts of up to so many tokens: 99% of their first turns had ended after this time."""
+    """99th percentile of the time until a first turn had ended, by maximum prompt tokens."""
     cold_makespan_s: float | None = None
-    """Makespan of the step before, in which a learning policy started without knowledge."""
+    """Makespan of the step before, in which an adaptive policy started without observations."""
 
     @property
     def ratio(self) -> float:

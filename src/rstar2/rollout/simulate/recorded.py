@@ -1,4 +1,4 @@
-"""Workloads of one's own: a recorded step of a run, or a file.
+"""User workloads: a recorded step of a run, or a file.
 
 A file is JSON Lines, one rollout per line. `turns` are [sampled tokens, tool seconds, response
 tokens]; the last turn needs only its sampled tokens:

@@ -1,4 +1,4 @@
-"""Workloads for the simulator, drawn from distributions. `recorded.py` reads one's own.
+"""Workloads for the simulator, drawn from distributions. `recorded.py` reads a user's.
 
 A rollout is a prompt and turns; each turn samples tokens, waits for its tools and gets their
 response. A workload is drawn from a seed in advance, so that every policy gets the same work.
