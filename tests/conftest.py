@@ -39,8 +39,14 @@ SLOW_FILES = {
     *("codeenv/test_cli.py", "codeenv/test_executor.py", "codeenv/test_executor_faults.py"),
     *("codeenv/test_serve.py", "codeenv/test_served_executor.py", "engine/test_embedded.py"),
     *("learner/test_checkpoint.py", "learner/test_ranks.py", "learner/test_tiny.py"),
+    *("learner/test_fake_cuda.py", "learner/test_gradients.py", "learner/test_loading.py"),
+    *("learner/test_lora.py", "engine/test_batcher.py", "agent/test_exported.py"),
+    *("environments/test_identity.py", "reward/test_math_equal.py"),
 }
-"""Files whose tests start servers, engines or learner ranks."""
+"""Files whose tests start servers, engines or learner ranks, or compare whole models."""
+
+ALL_SLOW = "\npytestmark = pytest.mark.slow\n"
+"""The line of a file whose tests are all slow."""
 
 # Settings of the person who runs the tests change no outcome: where a server is, colours, sizes.
 for _name in (
@@ -61,6 +67,14 @@ settings.load_profile("any-machine")
 
 def _folder(item: pytest.Item) -> str:
     return item.path.relative_to(ROOT / "tests").parts[0]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`make test-fast` does not even import files that have only slow tests."""
+    if config.option.markexpr != "not slow" or not collection_path.name.startswith("test_"):
+        return None
+    file = str(collection_path.relative_to(ROOT / "tests"))
+    return file in SLOW_FILES or ALL_SLOW in collection_path.read_text() or None
 
 
 @pytest.hookimpl(tryfirst=True)

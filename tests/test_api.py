@@ -15,6 +15,7 @@ def reward(episode: rstar2.EpisodeView) -> float:
     return 0.5 * len(episode.turns) / (episode.problem.answer == "6")
 
 
+@pytest.mark.slow
 async def test_one_rollout_and_one_that_is_lost(tiny_dir: Path) -> None:
     env = rstar2.Environment([{"prompt": "Twice 3?", "answer": 6}], reward, prefill="Well")
     async with rstar2.Agent(tiny_dir, env, max_length=64) as agent:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rstar2.types import ToolResult as ToolResult
     from rstar2.types import Trajectory as Trajectory
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 _PUBLIC = {
     "Agent": "rstar2.api",

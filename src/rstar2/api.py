@@ -275,7 +275,7 @@ class Agent:
     ) -> Trajectory:
         """Run one rollout and return it as a Trajectory with its reward.
 
-        problem: a problem, or the text of one; a text has no answer, so its reward means nothing
+        problem: a problem, or the text of one; a text has no answer, so its reward is meaningless
         seed: of sampling; the same seed gives the same rollout
         temperature: of sampling; 0 is greedy
 

@@ -19,7 +19,7 @@ one that belongs to a single module is defined there, and the drawing names that
     ├── InfrastructureError                        retried, then dropped and counted; never reward 0
     │   ├── DeadlineError                          a wait timed out
     │   ├── StallError [rollout.turn_clocks]       no engine made progress while a turn waited
-    │   ├── LocalResourceError [http_client]       this machine cannot open a connection
+    │   ├── LocalResourceError [http_client]       this machine has no descriptor, port, ... left
     │   ├── DiskFullError                          a file could not be written: no space is left
     │   ├── EngineError                            an engine died, refused or sent an invalid answer
     │   ├── CodeEnvError                           no server could execute a tool call

@@ -139,15 +139,7 @@ def find_shape(path: str) -> ModelShape:
 
 def read_model_config(directory: Path) -> DecoderConfig:
     """Read a directory's config.json; UndescribedModelError if sizes are missing."""
-    file = directory / CONFIG_FILE
-    if not file.is_file():
-        raise UserError(
-            f"model: {directory} is not a transformers directory (it has no {CONFIG_FILE})"
-        )
-    try:
-        fields = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except msgspec.MsgspecError as error:
-        raise UserError(f"model: {file} cannot be read: {error}") from error
+    file, fields = directory / CONFIG_FILE, read_config_fields(directory)
     layer_types = set(fields.get("layer_types") or ())
     return DecoderConfig(
         directory=directory,
@@ -160,6 +152,19 @@ def read_model_config(directory: Path) -> DecoderConfig:
         max_length=fields.get("max_position_embeddings"),
         dtype=fields.get("dtype") or fields.get("torch_dtype"),
     )
+
+
+def read_config_fields(directory: Path) -> dict[str, Any]:
+    """All fields of a directory's config.json, also of an architecture with other sizes."""
+    file = directory / CONFIG_FILE
+    if not file.is_file():
+        raise UserError(
+            f"model: {directory} is not a transformers directory (it has no {CONFIG_FILE})"
+        )
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise UserError(f"model: {file} cannot be read: {error}") from error
 
 
 def _shape(file: Path, fields: dict[str, Any]) -> ModelShape:

@@ -1,4 +1,4 @@
-"""Functions of one's own, named in a recipe as `module:function`.
+"""User functions, named in a recipe as `module:function`.
 
 The module must be importable: installed, next to the recipe, or in the current directory.
 """

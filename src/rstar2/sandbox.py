@@ -188,7 +188,7 @@ class Sandbox:
         It has `run`, `branch` (a copy in its current state) and `close`.
 
         id: the id of the session
-        ttl_s: the session expires so many seconds after its last call
+        ttl_s: seconds after its last call until the session expires
         """
         return SandboxSession(self._calls, _wait(self._calls.open_session(id, ttl_s)))
 

@@ -25,7 +25,7 @@ class TokenArray(Sequence[N]):
     __slots__ = ("_values",)
 
     def __init__(self, values: array[Any]) -> None:
-        """Takes over an array that nobody else changes."""
+        """Keep an array without copying it; the caller must not change it afterwards."""
         self._values: array[Any] = values
 
     def tolist(self) -> list[N]:

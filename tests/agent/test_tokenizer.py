@@ -12,6 +12,7 @@ from rstar2.agent.tokenizer import load_tokenizer
 from rstar2.errors import UserError
 
 
+@pytest.mark.slow
 def test_a_plain_tokenizer_is_loaded_without_torch(tiny_dir: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from rstar2.agent.tokenizer import load_tokenizer\n"

@@ -153,6 +153,9 @@ def test_a_run_directory_stands_for_the_export_of_its_last_stage(
     assert f"model: {last}" in capsys.readouterr().err
     assert model_directory(last) == last
     assert (longest(last, 100), longest(last, 32)) == (64, 32)
+    (last / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json cannot be read"):
+        longest(last, 100)
 
 
 def test_exports_that_the_recipe_does_not_know_are_not_chosen_by_chance(tmp_path: Path) -> None:

@@ -74,6 +74,8 @@ def test_a_request_that_waits_is_refused_when_the_router_stops() -> None:
             url = router.stdout.readline().strip()
             with httpx.Client(base_url=url, timeout=60) as client:
                 body = {"token_ids": [1], "sampling_params": {"max_tokens": 8}}
+                page = client.get("/health", headers={"origin": "https://evil.example"})
+                assert (page.status_code, page.json()["error"]["code"]) == (403, "forbidden")
                 answer = threads.submit(client.post, "/inference/v1/generate", json=body)
                 while "rstar2_router_waiting 1" not in httpx.get(f"{url}/metrics").text:
                     pass

@@ -263,19 +263,8 @@ def kill(*pids: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_every_fault_is_survived_and_every_step_is_done_once(
-    policy: Path, cluster: TwoNodes, tmp_path: Path
-) -> None:
-    stage = {"name": "stage1", "steps": FAULT_STEPS, "max_length": 176, "max_turns": 4}
-    base = yaml.safe_load(recipe(tmp_path).read_text())
-    file = recipe(
-        tmp_path,
-        model={"path": str(policy), "max_length": 512},
-        rl=base["rl"] | {"stages": [stage]},
-    )
-    run = tmp_path / "run"
-    scene = Scene(run, lambda: start(file, run, "--ray-address", cluster.address))
-    scene.step(1)
+def inject_faults(scene: Scene, cluster: TwoNodes) -> None:
+    """Every fault of a part or a node, one after another."""
     scene.survive(
         "engine, kill -9",
         lambda: kill(*scene.pids("engine-0")),
@@ -325,6 +314,10 @@ def test_every_fault_is_survived_and_every_step_is_done_once(
         lambda t: scene.first(t, "placed", part="codeenv"),
         "nothing",
     )
+
+
+def kill_driver(scene: Scene) -> None:
+    """Kill the driver; the same command must resume the run."""
     injected = time.time()
     scene.process.kill()
     scene.process.wait()
@@ -334,6 +327,23 @@ def test_every_fault_is_survived_and_every_step_is_done_once(
         "engines are back", lambda: scene.first(injected, "placed", part="engine-1")
     )
     scene.faults.append(Fault("driver, kill -9", injected, resumed, placed, "at most 2 steps"))
+
+
+def test_every_fault_is_survived_and_every_step_is_done_once(
+    policy: Path, cluster: TwoNodes, tmp_path: Path
+) -> None:
+    stage = {"name": "stage1", "steps": FAULT_STEPS, "max_length": 176, "max_turns": 4}
+    base = yaml.safe_load(recipe(tmp_path).read_text())
+    file = recipe(
+        tmp_path,
+        model={"path": str(policy), "max_length": 512},
+        rl=base["rl"] | {"stages": [stage]},
+    )
+    run = tmp_path / "run"
+    scene = Scene(run, lambda: start(file, run, "--ray-address", cluster.address))
+    scene.step(1)
+    inject_faults(scene, cluster)
+    kill_driver(scene)
     finish(scene.process, run)
 
     assert [m["step"] for m in steps(run)] == list(range(1, FAULT_STEPS + 1))

@@ -83,7 +83,11 @@ def test_the_default_is_the_papers_task() -> None:
         ("towns:number", {}, "is 'int', not an environment"),
         ("towns:env", {"size": 3}, "takes no arguments"),
         ("towns:make", {}, "environment.args.size is missing: towns:make takes size, start"),
-        ("towns:make", {"sise": 3}, "environment.args.sise is not a parameter: did you mean size"),
+        (
+            "towns:make",
+            {"sise": 3},
+            "environment.args.sise is not a parameter of this environment: did",
+        ),
         ("towns:make", {"size": -1}, "raised ValueError: size must not be negative"),
         ("python-math", {"problem": "x"}, "did you mean problems"),
     ],

@@ -15,6 +15,7 @@ from rstar2.config import CodeEnvConfig
 from rstar2.environments.base import OpenTool
 from rstar2.errors import SessionLostError
 from rstar2.types import Outcome, ToolCall, ToolResult
+from tests.codeenv.levels import PATIENT
 
 _numbers = itertools.count()  # the checks share one server, which runs each id once
 
@@ -26,7 +27,7 @@ async def run(tool: OpenTool, code: str) -> ToolResult:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_python_and_sandboxed_functions_in_the_real_jail() -> None:
-    config = CodeEnvConfig(slots=2, warm_up="never")
+    config = CodeEnvConfig(slots=2, warm_up="never", default=PATIENT)
     server = LocalServer(config)
     async with await CodeEnvClient.start(config, [server]) as sandbox:
         await check_fresh(sandbox)

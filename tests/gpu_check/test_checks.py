@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from rstar2.cli import app
 from rstar2.cli import gpu_check as command
+from rstar2.cli.gpu_check import report_lines, summary, write_report
 from rstar2.errors import DeadlineError, EngineError, InfrastructureError
 from rstar2.gpu_check import real
 from rstar2.gpu_check.checks import (
@@ -37,7 +39,6 @@ from rstar2.gpu_check.facts import (
     TorchFacts,
     UpdateFacts,
 )
-from rstar2.gpu_check.report import lines, summary, write
 
 ANSWERS: dict[str, Any] = {
     "gpus": (GpuFacts("H100", 80.0, "570.1"), GpuFacts("H100", 80.0, "570.1")),
@@ -230,7 +231,7 @@ def test_each_known_failure_is_named_with_its_way_out(
     assert report.outcome is CheckOutcome.FAILED
     assert why in report.text
     assert advice in report.way_out
-    assert all(len(line) <= 80 for line in lines(report))
+    assert all(len(line) <= 80 for line in report_lines(report))
 
 
 def test_every_check_and_every_way_out_has_a_planted_failure() -> None:
@@ -295,7 +296,7 @@ def test_on_a_cpu_only_what_it_can() -> None:
 
 def test_the_report_can_be_shared(tmp_path: Path) -> None:
     reports = list(checked(StubMachine(serve=EngineError("it died"))).values())
-    text_file, json_file = write(tmp_path / "out", reports)
+    text_file, json_file = write_report(tmp_path / "out", reports)
     text = text_file.read_text()
     assert "FAILED  vllm" in text
     assert "the first to repair: vllm" in text
@@ -327,6 +328,24 @@ def test_the_recipe_of_the_checks_can_work(gpu: bool, monkeypatch: pytest.Monkey
     )
     assert machine._recipe("engine.weight_transfer=nccl").engine.sleep is False
     asyncio.run(machine.close())
+
+
+@pytest.mark.slow
+async def test_a_probe_that_fails_or_is_cancelled_ends(tmp_path: Path) -> None:
+    assert await real.output(sys.executable, "-c", "print(1)\nprint(2)") == "1\n2\n"
+    with pytest.raises(InfrastructureError, match=r"failed \(1\): .*ZeroDivisionError"):
+        await real.output(sys.executable, "-c", "1 / 0")
+    with pytest.raises(InfrastructureError, match=r"did not answer within 0\.1 s"):
+        await real.output(sys.executable, "-c", "import time; time.sleep(600)", deadline_s=0.1)
+    file = tmp_path / "pid"
+    code = f"import os, time\nopen({str(file)!r}, 'x').write(f'{{os.getpid()}}\\n')\n"
+    probe = asyncio.create_task(real.output(sys.executable, "-c", code + "time.sleep(600)"))
+    async with asyncio.timeout(120):
+        while not (file.exists() and file.read_text()):  # noqa: ASYNC110 (no event)
+            await asyncio.sleep(0.01)
+    probe.cancel()
+    await asyncio.wait([probe])
+    assert not Path(f"/proc/{file.read_text().strip()}").exists()  # noqa: ASYNC240
 
 
 @pytest.mark.slow

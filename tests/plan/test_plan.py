@@ -104,6 +104,7 @@ def test_drawn_lengths_have_the_mean_and_keep_the_limit(paper: Recipe) -> None:
         assert lengths == draw_lengths(2000, load, assume)
 
 
+@pytest.mark.slow
 def test_the_simulator_agrees_with_the_closed_form(paper: Recipe) -> None:
     cluster = parse_cluster("512xMI300X")
     closed, simulated = make_plan(paper, cluster), make_plan(paper, cluster, simulated=True)

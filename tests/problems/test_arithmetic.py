@@ -24,7 +24,7 @@ from rstar2.problems.arithmetic import (
     sft_conversations,
 )
 from rstar2.tool_text import tool_text
-from rstar2.types import Conversation, Outcome, Split
+from rstar2.types import Conversation, Limits, Outcome, Split
 
 
 @pytest.fixture(scope="module")
@@ -162,9 +162,10 @@ async def test_tool_responses_are_those_of_the_real_code_environment() -> None:
         for form in arithmetic.FIRST_FORMS
     ]
     config = CodeEnvConfig(slots=2, warm_up="never")
+    limits = Limits(wall_s=60.0, cpu_s=60.0)
     async with await CodeEnvClient.start(config) as client:
         real = await asyncio.gather(
-            *(client.run(RunRequest(str(n), code)) for n, code in enumerate(codes))
+            *(client.run(RunRequest(str(n), code, limits=limits)) for n, code in enumerate(codes))
         )
     for code, result in zip(codes, real, strict=True):
         expected = arithmetic.run_trusted(code)

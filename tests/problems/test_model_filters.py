@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from rstar2.errors import DataError, EngineError, UserError
+from rstar2.errors import DataError, EngineError, InfrastructureError, UserError
 from rstar2.problems.model_filters import (
-    OUTAGE,
     Agreement,
     Asking,
     NotAlwaysSolved,
@@ -21,6 +20,7 @@ from rstar2.problems.model_filters import (
     Rule,
     SampledAnswer,
 )
+from rstar2.tasks import OUTAGE
 from rstar2.types import Failure, Problem
 
 LOST = SampledAnswer(False, failure=Failure("engine", "gone"))
@@ -188,7 +188,7 @@ async def test_a_dead_model_ends_the_filter_by_name(tmp_path: Path) -> None:
     path, model = problems(tmp_path, *ids), Model(dict.fromkeys(ids, "xxxx"))
     with (
         asking(path, tmp_path / "out", Agreement(2, 4)) as filter,
-        pytest.raises(EngineError, match=f"{OUTAGE} answers in a row were lost.*engine: gone"),
+        pytest.raises(InfrastructureError, match=f"{OUTAGE} answers in a row.*engine: gone"),
     ):
         await filter.ask(model, concurrency=2)
 

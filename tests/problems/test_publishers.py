@@ -162,6 +162,7 @@ def read(path: str, name: str = "s") -> list[Problem | Dropped]:
 @pytest.mark.parametrize(
     "fields", [DAPO, OPENMATHREASONING, GSM8K, MATH500, SVAMP], ids=lambda f: recognise(f)
 )
+@pytest.mark.slow
 def test_parquet_and_datasets_give_what_json_gives(tmp_path: Path, fields: dict[str, Any]) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps(fields) + "\n")
     (tmp_path / "hub" / "data").mkdir(parents=True)

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import httpx
@@ -333,7 +334,7 @@ async def test_the_routers_key_is_required_and_stays_here() -> None:
 
 
 async def test_the_openai_client_works_through_the_router() -> None:
-    openai = pytest.importorskip("openai")
+    openai = import_module("openai")
     servers = [ScriptedVllm(), ScriptedVllm()]
     async with routed(*servers) as fleet:
         headers = {"x-session-id": "g/1"}

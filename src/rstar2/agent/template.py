@@ -409,7 +409,7 @@ class Template:
         between, after_response = _split(rest, response)
         end = self._specials.search(between)
         if end is None:
-            raise UserError("the chat template ends no assistant turn with a special token")
+            raise UserError("the chat template does not end assistant turns with a special token")
         return _Frames(
             end_of_turn=end[0],
             between=between[end.end() :],

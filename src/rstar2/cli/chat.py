@@ -175,7 +175,7 @@ def chat_environment(name: str, directory: Path | None) -> EnvironmentConfig:
 
 
 def _episodic(environment: EnvironmentProtocol) -> EnvironmentProtocol:
-    """The environment, unless a program writes its prompts: then there is nobody to talk to."""
+    """The environment, unless a program writes its prompts: then chat is not possible."""
     from rstar2.endpoint.environment import ProgramEnvironment
 
     if isinstance(environment, ProgramEnvironment):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from rstar2.config import EnvironmentConfig, Recipe, load_recipe
 from rstar2.config.preflight import TINY
 from rstar2.environments.load import PYTHON_MATH, known_environments
 from rstar2.errors import UserError
+from rstar2.model_config import CONFIG_FILE, read_config_fields
 from rstar2.plugins import make_importable
 from rstar2.problems.arithmetic import EXAMPLES, is_known_question
 from rstar2.problems.load import ARITHMETIC
@@ -23,10 +23,10 @@ def model_directory(path: Path) -> Path:
 
     The order of stages is that of the run's recipe; times of files change when a run is copied.
     """
-    if (path / "config.json").is_file():
+    if (path / CONFIG_FILE).is_file():
         return path
     exports = {
-        entry.parent.name: entry.parent for entry in (path / "exports").glob("*/config.json")
+        entry.parent.name: entry.parent for entry in (path / "exports").glob(f"*/{CONFIG_FILE}")
     }
     if not exports:
         raise UserError(
@@ -53,8 +53,8 @@ def run_of(directory: Path) -> Path | None:
 
 def longest(directory: Path, asked: int) -> int:
     """The requested length, or the model's maximum if that is less."""
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    return min(asked, int(config.get("max_position_embeddings") or asked))
+    most = read_config_fields(directory).get("max_position_embeddings")
+    return min(asked, int(most or asked))
 
 
 def only_in_python(recipe: Recipe, run: Path) -> bool:
@@ -84,10 +84,9 @@ def trained_environment(directory: Path) -> EnvironmentConfig:
 
 def known_questions(directory: Path) -> Callable[[str], bool] | None:
     """Which questions the model can answer, if it is the tiny one of the embedded task."""
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    if config.get("hidden_size") != TINY.shape.hidden:
-        return None
-    if config.get("vocab_size") != TINY.shape.vocabulary:
+    fields = read_config_fields(directory)
+    sizes = (fields.get("hidden_size"), fields.get("vocab_size"))
+    if sizes != (TINY.shape.hidden, TINY.shape.vocabulary):
         return None
     run = run_of(directory)
     if run is not None:

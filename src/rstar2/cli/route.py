@@ -17,6 +17,7 @@ from rstar2.config.codeenv import LOOPBACK
 from rstar2.errors import UserError
 
 if TYPE_CHECKING:
+    from rstar2.http_server import AsgiApp
     from rstar2.router.backend import Backend
 
 PORT = 8090
@@ -40,7 +41,8 @@ def route(
         str, typer.Option(help="Scheduling policy; `rstar2 simulate --help` lists them.")
     ] = "reserve",
     max_sequences: Annotated[
-        int, typer.Option(min=1, help="Sequences per server at once: its --max-num-seqs.")
+        int,
+        typer.Option(min=1, help="Maximum number of sequences per server, as its --max-num-seqs."),
     ] = 256,
     session_header: Annotated[
         str, typer.Option(help="Header that names the rollout of a request.")
@@ -49,10 +51,11 @@ def route(
         float, typer.Option(min=1, help="Seconds after which an unused session ends.")
     ] = 600.0,
     wait_s: Annotated[
-        float, typer.Option(min=1, help="Longest wait of a request for a server, in seconds.")
+        float,
+        typer.Option(min=1, help="Maximum time in seconds that a request waits for a server."),
     ] = 300.0,
     answer_s: Annotated[
-        float, typer.Option(min=1, help="Longest silence of a server that answers, in seconds.")
+        float, typer.Option(min=1, help="Maximum time in seconds without a byte from a server.")
     ] = 3600.0,
     key_file: Annotated[
         Path | None,
@@ -75,7 +78,7 @@ def route(
     config, key = _scheduler_config(policy), _key(key_file)
     with waiting("loading the router"):
         from rstar2.descriptors import raise_descriptor_limit
-        from rstar2.http_server import bind
+        from rstar2.http_server import LocalCallers, bind
         from rstar2.router.app import RouterApp, serve
         from rstar2.router.router import Router, RouterLimits
 
@@ -84,7 +87,9 @@ def route(
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("rstar2.router").setLevel(logging.INFO)
     router = Router(backends, config, RouterLimits(wait_s, answer_s, session_idle_s))
-    app = RouterApp(router, session_header=session_header, key=key)
+    app: AsgiApp = RouterApp(router, session_header=session_header, key=key)
+    if key is None and host in LOOPBACK:
+        app = LocalCallers(app)
     with bind(host, port) as sock:
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{sock.getsockname()[1]}"

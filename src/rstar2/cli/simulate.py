@@ -75,15 +75,22 @@ ScaleOption = Annotated[
 ]
 SeedOption = Annotated[int, typer.Option(help="Seed of the drawn lengths and latencies.")]
 SeedsOption = Annotated[
-    int, typer.Option(min=1, help="Number of seeds, from --seed on; figures are their means.")
+    int,
+    typer.Option(
+        min=1, help="Number of seeds, starting at --seed. Results are averaged over them."
+    ),
 ]
 ResultsOption = Annotated[
     Path | None,
-    typer.Option(help="Append every finished simulation to this file; those in it are kept."),
+    typer.Option(
+        help="Append finished simulations to this file; those already in it are not run again."
+    ),
 ]
 ColdOption = Annotated[
     bool,
-    typer.Option(help="Learning policies start without knowledge, as in a run's first step."),
+    typer.Option(
+        help="Start adaptive policies without earlier observations, as in the first step of a run."
+    ),
 ]
 TraceOption = Annotated[
     Path | None, typer.Option(help="Simulate a recorded step of this run directory.")
@@ -247,7 +254,7 @@ def _known(what: str, given: tuple[str, ...], valid: tuple[str, ...]) -> None:
 
 
 class SimulationProgress:
-    """Says at once how long the simulations will take, and what is left after each."""
+    """Shows the expected duration at the start, and the remaining time after each simulation."""
 
     def __init__(self, rollouts: list[float], jobs: int = 1) -> None:
         self._rollouts, self._finished, self._skipped = rollouts, 0, 0

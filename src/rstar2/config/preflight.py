@@ -125,7 +125,8 @@ def check_descriptors(recipe: Recipe, limit: int) -> None:
         return  # an embedded engine on this machine has one connection
     engines = len(engine.urls) or engine.count
     turns = engines * engine.max_sequences
-    if recipe.rl.stages:
+    filters = any(stage.difficulty is not None for stage in recipe.rl.stages)
+    if recipe.rl.stages and not filters:  # a filter keeps all engines full
         in_flight = recipe.rl.prompts_per_step * recipe.rl.roc.drawn * (1 + recipe.rl.staleness)
         turns = min(turns, max(in_flight, recipe.evaluation.count * recipe.evaluation.samples))
     if turns + RESERVED_DESCRIPTORS > limit:

@@ -23,7 +23,7 @@ class ModelConfig(Section):
     directory, or a hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"  #: Number format of the engines' weights.
     max_length: int = 1024
-    """Longest sequence (prompt + completion), in tokens."""
+    """Maximum length of a sequence (prompt + completion), in tokens."""
 
 
 class TemplateConfig(Section):
@@ -56,12 +56,17 @@ class AgentConfig(Section):
     invalid_calls: int = Field(3, ge=1)
     """Stop a rollout after this many consecutive calls that cannot be executed."""
     response_tokens: int = Field(512, ge=16)
-    """Longest tool response, in tokens; the middle of a longer one is cut."""
+    """Maximum length of a tool response, in tokens; the middle of a longer one is cut."""
     generate_deadline_s: float = Field(600.0, gt=0)
-    """Longest time of one turn on an engine, from the start on it; waiting for an engine does not
-    count (scheduler.stall_s)."""
-    tool_deadline_s: float = Field(60.0, gt=0)  #: Longest wait for one tool call.
-    reward_deadline_s: float = Field(30.0, gt=0)  #: Longest wait for one reward.
+    """Maximum time of one turn, from its start on an engine; waiting for an engine does not count
+    (scheduler.stall_s)."""
+    tool_deadline_s: float = Field(60.0, gt=0)
+    """Maximum time of one tool call. For calls in the code environment it includes the time in its
+    queue. A call that is still queued then is lost to infrastructure; it is not the program's
+    time-out (its limit `wall_s`)."""
+    reward_deadline_s: float = Field(30.0, gt=0)
+    """Maximum time of one reward, with the time in the queue of the code environment if the grader
+    runs there."""
     retries: int = Field(1, ge=0)
     """Retries of a rollout lost to infrastructure before it is dropped."""
 
@@ -145,8 +150,10 @@ class RocConfig(Section):
     """Rollouts kept per problem (G)."""
     epsilon: float = Field(0.05, gt=0)
     """Added to a success's penalty, so that its weight is finite."""
-    min_positives: int = Field(1, ge=0)  #: Successes to keep at least, if there are so many.
-    min_negatives: int = Field(1, ge=0)  #: Failures to keep at least, if there are so many.
+    min_positives: int = Field(
+        1, ge=0
+    )  #: Minimum number of successes to keep, if there are enough.
+    min_negatives: int = Field(1, ge=0)  #: Minimum number of failures to keep, if there are enough.
     threshold: float = 0.5
     """A rollout with a reward above this is a success."""
     penalise_errors: bool = True  #: Use p_err, the share of failed calls.
@@ -162,7 +169,7 @@ class LossConfig(Section):
 
     kind: str = "clip"
     """`clip` (GRPO: clipped token ratios, mean over tokens), `gspo` (clipped sequence ratios, mean
-    over sequences), `cispo` (clipped weights), or one's own as `module:function`."""
+    over sequences), `cispo` (clipped weights), or your own as `module:function`."""
     clip_low: float = Field(0.2, ge=0)  #: Ratios are clipped at 1 - clip_low.
     clip_high: float = Field(0.28, ge=0)  #: Ratios are clipped at 1 + clip_high.
     kl: float = Field(0.0, ge=0)  #: Weight of the KL to the reference policy; 0 needs no reference.
@@ -318,7 +325,7 @@ class RlConfig(Section):
     roc: RocConfig = RocConfig()
     advantage: str = "grpo"
     """`grpo`, `dr_grpo` (without the standard deviation), `rloo` (against the mean of the others),
-    or one's own as `module:function`."""
+    or your own as `module:function`."""
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     stages: tuple[StageConfig, ...] = ()
@@ -372,7 +379,7 @@ class ClusterConfig(Section):
     engine_cpus: float = Field(1.0, gt=0)  #: CPU cores that Ray reserves for an engine.
     rank_cpus: float = Field(1.0, gt=0)  #: The same for a learner rank.
     start_s: float = Field(300.0, gt=0)
-    """Longest wait for the placement and start of a part."""
+    """Maximum time to place and start a part."""
     watch_s: float = Field(2.0, gt=0)
     """Seconds between two checks of nodes and parts."""
     rebuilds: int = Field(5, ge=0)

@@ -159,7 +159,9 @@ def _make(maker: Any, arguments: Mapping[str, Any], config: EnvironmentConfig) -
         if name not in parameters and not open_ended:
             near = get_close_matches(name, names, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise RecipeError(f"environment.args.{name} is not a parameter: {hint}{shown}")
+            raise RecipeError(
+                f"environment.args.{name} is not a parameter of this environment: {hint}{shown}"
+            )
     for name, parameter in parameters.items():
         needed = parameter.default is inspect.Parameter.empty and parameter.kind not in (
             inspect.Parameter.VAR_POSITIONAL,

@@ -155,7 +155,7 @@ class McpConnection:
         self._episodes = 0
 
     async def probe(self) -> Sequence[ListedTool]:
-        """All tools of the server, by a connection that ends at once."""
+        """List the tools of the server over a connection that is closed afterwards."""
         try:
             async with asyncio.timeout(START_DEADLINE_S), self._open() as client:
                 tools: list[ListedTool] = []

@@ -49,7 +49,7 @@ from rstar2.errors import InfrastructureError, InvariantError, UserError
 from rstar2.types import Limits, Outcome, ToolCall, ToolResult, Truncation
 
 MAX_CHARS = 100_000
-"""Longest result of a tool; agent.response_tokens cuts what the model reads further."""
+"""Maximum length of a tool's result; agent.response_tokens limits what the model reads of it."""
 MAX_FRAMES = 4
 MAX_ERROR_CHARS = 2000
 ABANDONED = 32

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from rstar2.child import Child, tail
 from rstar2.config import LearnerConfig, OptimizerConfig, Recipe, load_recipe
 from rstar2.errors import EngineError, InfrastructureError
 from rstar2.gpu_check.checks import LOGPROB_TOLERANCE
@@ -48,6 +50,7 @@ PROBE = tuple(range(10, 74))
 ROWS = [((20, 21, 22, 23) * 8, (0, 1, 1, 1) * 8)]
 SAMPLED = 64
 PROBE_DEADLINE_S = 100.0
+STOP_S = 5.0
 POLL_S = 0.05
 SETTINGS = (
     "engine.count=1",
@@ -376,19 +379,30 @@ async def _probe(name: str, kind: type[T]) -> T:
 
 
 async def output(*command: str, deadline_s: float = PROBE_DEADLINE_S) -> str:
-    """Standard output of a command; InfrastructureError with its last error lines if it fails."""
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    try:
-        async with asyncio.timeout(deadline_s):
-            out, err = await process.communicate()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-        raise InfrastructureError(f"{command[-1]} did not answer within {deadline_s:g} s") from None
-    if process.returncode:
-        lines = err.decode(errors="replace").strip().splitlines()
-        last = " | ".join(lines[-3:]) or out.decode(errors="replace").strip()[-300:]
-        raise InfrastructureError(f"{command[-1]} failed ({process.returncode}): {last}")
-    return out.decode()
+    """Standard output of a command; InfrastructureError with its last error lines if it fails.
+
+    The command ends when the deadline passes, when this wait is cancelled, and with this process.
+    """
+    with tempfile.TemporaryDirectory(prefix="rstar2-gpu-check-") as directory:
+        log = Path(directory) / "stderr.log"
+        child = Child(
+            command[-1], command, parent_death_signal=signal.SIGKILL, grace_s=STOP_S,
+            reads_line=True, log=log,
+        )  # fmt: skip
+        lines: list[bytes] = []
+        try:
+            async with asyncio.timeout(deadline_s):
+                while line := await child.read_line():
+                    lines.append(line)
+                code = await child.wait()
+        except TimeoutError:
+            raise InfrastructureError(
+                f"{command[-1]} did not answer within {deadline_s:g} s"
+            ) from None
+        finally:
+            await child.stop()
+        out = b"".join(lines).decode(errors="replace")
+        if code:
+            last = " | ".join(tail(log, 3).splitlines()) or out.strip()[-300:]
+            raise InfrastructureError(f"{command[-1]} failed ({code}): {last}")
+        return out

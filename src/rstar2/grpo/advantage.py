@@ -1,6 +1,6 @@
 """Advantages: how much better than its siblings a kept rollout was.
 
-`rl.advantage` names one of ADVANTAGES, or a function of one's own as `module:function`: it takes
+`rl.advantage` names one of ADVANTAGES, or your own function as `module:function`: it takes
 the rewards of the kept rollouts of one group and returns as many finite numbers.
 """
 

@@ -16,7 +16,7 @@ tokens each, where sg stops the gradient:
     gspo    - 1/n  sum_i  w_i * min(s_i A, clip(s_i, 1 - low, 1 + high) A)
             s_i, w_i: as r_t, w_t, of the geometric means over the tokens of the sequence
     cispo   - 1/N  sum_t  w_t * sg(clip(r_t, 1 - low, 1 + high)) A log pi
-    module:function    one's own: PolicyTerms and LossConfig -> loss of each token, summed and
+    module:function    your own: PolicyTerms and LossConfig -> loss of each token, summed and
             divided by N here
 
 Invariants: N is the number of sampled tokens of the whole mini-batch, over all micro-batches and

@@ -48,8 +48,6 @@ from rstar2.seeds import derive_seed
 from rstar2.types import Failure, Group, Problem, encode
 
 ANSWERS, SETTINGS = "answers.jsonl", "settings.json"
-OUTAGE = 16
-"""The filter fails after this many lost answers in a row."""
 MOST_SAMPLES = 64
 
 
@@ -234,17 +232,16 @@ class Asking:
         self, ask: Ask, *, concurrency: int, progress: Callable[[int, int], None] | None = None
     ) -> None:
         """Sample until every problem is decided or has no samples left."""
-        from rstar2.tasks import together
+        from rstar2.tasks import LostInARow, together
 
         waiting = (
             (row, problem)
             for row, problem in enumerate(read_jsonl(self.source))
             if self.question.asks(problem) and self.verdict(row) is None
         )
-        in_a_row = 0
+        in_a_row = LostInARow("answers")
 
         async def worker() -> None:
-            nonlocal in_a_row
             for row, problem in waiting:
                 for sample in self.tally.open_samples(row, self.question.rule.samples):
                     if self.verdict(row) is not None:
@@ -252,19 +249,13 @@ class Asking:
                     seed = derive_seed("answers", self.question.seed, problem.id, sample)
                     sampled = await ask(problem, sample, seed)
                     if sampled.failure is None:
-                        in_a_row = 0
+                        in_a_row.kept()
                         self._record(
                             _AnswerLine(row, problem.id, sample, sampled.correct, sampled.answer)
                         )
                     else:
                         self.lost += 1
-                        in_a_row += 1
-                        if in_a_row >= OUTAGE:
-                            raise EngineError(
-                                f"{in_a_row} answers in a row were lost, the last one to "
-                                f"{sampled.failure.name}: {sampled.failure.message}; run the "
-                                "same command again to resume"
-                            )
+                        in_a_row.lost(f"{sampled.failure.name}: {sampled.failure.message}")
                 if progress is not None:
                     progress(row + 1, self.answered)
 
@@ -374,6 +365,7 @@ class Difficulty:
             "problems/kept": float(len(self.kept)),
             "problems/always_solved": float(len(self.solved) - len(self.kept)),
             "problems/never_solved": float(never),
+            "problems/ungraded": float(sum(n == 0 for _, n in self.solved)),
             **{f"problems/solved_{c}": float(n) for c, n in sorted(histogram.items())},
         }
 

@@ -22,6 +22,7 @@ from rstar2.record.files import JsonLines, RunLock, StepHead
 from rstar2.record.index import index_entry
 from rstar2.record.read import (
     GroupLine,
+    RecordedGroup,
     extension,
     is_finished,
     read_environment,
@@ -66,16 +67,6 @@ def stage_order(rl_stages: Iterable[str]) -> tuple[str, ...]:
     for name in ("base", "sft", *rl_stages):
         names += [filter_stage(name), name, *(evaluation_stage(name, mode) for mode in MODES)]
     return tuple(names)
-
-
-class _GroupId(msgspec.Struct, frozen=True):
-    id: str
-
-
-class _RecordedGroup(msgspec.Struct, frozen=True):
-    """The id of a group, in a line of trajectories/<stage>.jsonl."""
-
-    group: _GroupId
 
 
 class _IndexedGroup(msgspec.Struct, frozen=True):
@@ -298,14 +289,14 @@ class RunDirectory:
             return 0
         if stage in self._index:
             self._index[stage].drop(lambda head: head.group not in ids, _IndexedGroup)
-        return self._groups[stage].drop(lambda head: head.group.id not in ids, _RecordedGroup)
+        return self._groups[stage].drop(lambda head: head.group.id not in ids, RecordedGroup)
 
     def resume_groups(self, stage: str) -> Iterator[Group]:
-        """The recorded groups of a stage that resumes in the middle, in the order of recording."""
+        """The recorded groups of a stage that resumes in the middle."""
         file = self.path / "index" / f"{stage}.jsonl"
         self.keep_groups(stage, {entry.group for entry in read_lines(file, _IndexedGroup)})
         file = self.path / "trajectories" / f"{stage}.jsonl"
-        recorded = {line.group.id for line in read_lines(file, _RecordedGroup)}
+        recorded = {line.group.id for line in read_lines(file, RecordedGroup)}
         self.keep_groups(stage, recorded)  # kill -9 may leave one of the two lines
         return (line.group for line in read_groups(self.path, stage))
 

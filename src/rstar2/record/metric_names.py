@@ -242,6 +242,7 @@ METRICS: dict[str, dict[str, MetricNote]] = {
         "problems/kept": N("problems that the stage trains on", "", "0: the stage cannot start"),
         "problems/always_solved": N("problems that were dropped because every answer was right"),
         "problems/never_solved": N("problems without a right answer; they are kept"),
+        "problems/ungraded": N("problems whose rollouts were lost twice; they are kept"),
         "problems/solved_<count>": N("problems with this many right answers"),
     },
 }

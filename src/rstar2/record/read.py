@@ -48,9 +48,51 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return list(read_lines(run / "metrics.jsonl", dict[str, Any]))
 
 
+class RecordedId(msgspec.Struct, frozen=True):
+    """The id of a group."""
+
+    id: str
+
+
+class RecordedGroup(msgspec.Struct, frozen=True):
+    """The id of a group and its step, in a line of trajectories/<stage>.jsonl."""
+
+    step: int
+    group: RecordedId
+
+
+def problem_number(group: str) -> int:
+    """The index of the problem in the id of a group of an evaluation, STAGE/STEP/INDEX; 0 for an
+    id of another form, so that such groups stay in the order of recording."""
+    index = group.rpartition("/")[2]
+    return int(index) if index.isdecimal() else 0
+
+
 def read_groups(run: Path, stage: str) -> Iterator[GroupLine]:
-    """The recorded groups of a stage, one at a time."""
-    return read_lines(run / "trajectories" / f"{stage}.jsonl", GroupLine)
+    """The recorded groups of a stage, one at a time; those of an evaluation by problem.
+
+    An evaluation records its groups as they end, in an order that differs between runs.
+    """
+    path = run / "trajectories" / f"{stage}.jsonl"
+    return _by_problem(path) if stage.startswith("eval-") else read_lines(path, GroupLine)
+
+
+def _by_problem(path: Path) -> Iterator[GroupLine]:
+    """The lines of a file in the order of steps and problems; only one is in memory at a time."""
+    if not path.exists():
+        return
+    places: list[tuple[int, int, int]] = []
+    heads, lines = msgspec.json.Decoder(RecordedGroup), msgspec.json.Decoder(GroupLine)
+    with path.open("rb") as file:
+        at = 0
+        for line in file:
+            if line.endswith(b"\n"):
+                head = heads.decode(line)
+                places.append((head.step, problem_number(head.group.id), at))
+            at += len(line)
+        for _, _, at in sorted(places):
+            file.seek(at)
+            yield lines.decode(file.readline())
 
 
 def read_evaluations(run: Path) -> list[Evaluation]:

@@ -36,12 +36,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from rstar2.errors import DeadlineError, EngineError, InfrastructureError, RstarError, UserError
-from rstar2.http_server import SignalFreeServer
+from rstar2.http_server import AsgiApp, SignalFreeServer
 from rstar2.router.router import EVENT_STREAM, Router
 from rstar2.router.turns import TURN_PATHS, read_turn
 
 BODY_S = 60.0
-"""A client has so long to send the body of a request."""
+"""Maximum time for a client to send the body of a request."""
 MAX_BODY_BYTES = 64 << 20
 STOP_S = 10.0
 KEEP_ALIVE_S = 600
@@ -241,7 +241,7 @@ def metrics_text(router: Router) -> str:
 
 
 async def serve(
-    router: Router, app: RouterApp, sock: socket.socket, on_ready: Callable[[], None]
+    router: Router, app: AsgiApp, sock: socket.socket, on_ready: Callable[[], None]
 ) -> None:
     """Route until SIGINT or SIGTERM; running requests then have STOP_S to end."""
     stopped = asyncio.Event()

@@ -32,12 +32,13 @@ from rstar2.rollout.fleet import group_of
 from rstar2.rollout.scheduler import Phase, Placement, Scheduler, TurnRequest
 from rstar2.router.backend import Backend
 from rstar2.router.turns import AnswerMeter, RoutedTurn, TokenScale
+from rstar2.tasks import cancel_all
 
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 STRIKES = 3
-"""A server that misses so many reports in a row is taken as dead."""
+"""Number of missed reports in a row after which a server counts as dead."""
 ATTEMPTS = 3
 """Servers that may die with a request before it is given up: it may be what kills them."""
 EVENT_STREAM = "text/event-stream"
@@ -61,7 +62,7 @@ class AnswerSink(Protocol):
     started: bool
 
     async def start(self, status: int, content_type: str) -> None:
-        """The answer has begun: from now on it cannot come from another server."""
+        """The response has started, so the request can no longer be retried on another server."""
         ...
 
     async def part(self, data: bytes, *, more: bool) -> None: ...
@@ -125,9 +126,7 @@ class Router:
 
     async def close(self) -> None:
         """Stop watching, and close all connections."""
-        for task in self._watches:
-            task.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
+        await cancel_all(self._watches)
         await asyncio.gather(*(backend.close() for backend in self.backends.values()))
 
     @property

@@ -73,7 +73,7 @@ class TokenScale:
         self._tokens, self._bytes = FIRST_TOKENS_PER_BYTE * 1000, 1000.0
 
     def estimate(self, text_bytes: int) -> int:
-        """Tokens that a text of so many bytes has."""
+        """Estimate the number of tokens of a text from its size in bytes."""
         return max(1, round(text_bytes * self._tokens / self._bytes))
 
     def observe(self, text_bytes: int, tokens: int) -> None:

@@ -26,7 +26,7 @@ import msgspec
 
 from rstar2.record import stage_order
 from rstar2.record.index import GroupEntry, index_entry
-from rstar2.record.read import FileTail, read_at
+from rstar2.record.read import FileTail, problem_number, read_at
 from rstar2.types import Outcome
 
 OUTCOMES = tuple(outcome.value for outcome in Outcome)
@@ -131,9 +131,13 @@ class Catalog:
         return read_at(self.readers[stage].path, at, size)
 
     def groups_of_step(self, stage: str, step: int) -> list[GroupRef]:
-        """The groups of a step in the order in which they were recorded."""
+        """The groups of a step as `read_groups` orders them: as recorded, or by problem."""
         query = "SELECT * FROM groups WHERE stage = ? AND step = ? ORDER BY at"
-        return [_group_ref(row) for row in self.db.execute(query, [self.number_of(stage), step])]
+        rows = self.db.execute(query, [self.number_of(stage), step])
+        groups = [_group_ref(row) for row in rows]
+        if stage.startswith("eval-"):
+            groups.sort(key=lambda group: problem_number(group.id))
+        return groups
 
     def rollouts_of(self, group: GroupRef) -> list[dict[str, Any]]:
         """The rollouts of a group in order, as `rollout_cells`."""

@@ -30,9 +30,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rstar2.config.codeenv import LOOPBACK
 from rstar2.errors import UserError
-from rstar2.http_server import SignalFreeServer, bind
+from rstar2.http_server import SignalFreeServer, bind, foreign_site
 from rstar2.viewer import STATIC, detail, overview, query
 from rstar2.viewer.run import NotRecordedError, ViewedRun
 
@@ -175,7 +174,7 @@ ENDPOINTS: dict[str, RunEndpoint] = {
 
 
 class LocalOnly:
-    """Refuses requests that are not addressed to a loopback name; adds HEADERS to every answer."""
+    """Rejects requests that another site's page could make; adds HEADERS to every response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -186,18 +185,11 @@ class LocalOnly:
                 MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
-        if _is_local(scope):
+        if foreign_site(scope["headers"]) is None:
             await self._app(scope, receive, send_with_headers)
         else:
             refusal = _error(403, "the viewer only answers requests from this machine")
             await refusal(scope, receive, send_with_headers)
-
-
-def _is_local(scope: Scope) -> bool:
-    """Whether the request addresses this machine by a loopback name."""
-    host = next((v.decode("latin-1") for k, v in scope["headers"] if k == b"host"), "")
-    name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-    return name.strip("[]") in LOOPBACK
 
 
 def _in_thread(answer: Callable[[Request], Response]) -> Callable[[Request], Any]:
