@@ -9,6 +9,8 @@ VLLM_INSTALLED := $(VLLM)/.installed
 # Only clusters need Ray, so the core environment does not have it.
 RAY := .venv-ray
 RAY_INSTALLED := $(RAY)/.installed
+# Compiled modules are kept even where the environment says otherwise: tests start many processes.
+export PYTHONDONTWRITEBYTECODE :=
 # CI sets RETRY to .ci/twice, which runs failed tests once more.
 RETRY ?=
 # The tests of a file stay on one worker; tests/conftest.py has the exceptions and the order.
