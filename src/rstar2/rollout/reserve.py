@@ -39,7 +39,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from math import ceil, inf
 
 import numpy as np
@@ -53,14 +53,13 @@ from rstar2.rollout.forecast import (
     RolloutProgress,
     kv_demands,
 )
-from rstar2.rollout.speed import EngineSpeed
+from rstar2.rollout.outlook import EngineOutlook, FleetOutlook
 from rstar2.rollout.state import (
     EngineState,
     Phase,
     Placement,
     SchedulerState,
     SessionState,
-    TurnRequest,
 )
 from rstar2.types import EngineLoad
 
@@ -88,64 +87,6 @@ FEWEST_STEPS_TO_MOVE = 1000
 """A turn with fewer expected steps left never moves."""
 KEPT_DEMANDS = 256
 """Demands of new rollouts that are kept: the rollouts of a group have the same."""
-
-
-@dataclass(slots=True)
-class EngineOutlook:
-    """The forecast for one engine. It exists as long as the engine's state does."""
-
-    name: str
-    engine: EngineState
-    speed: EngineSpeed
-    forecast: KvForecast
-    demands: dict[str, KvDemand] = field(default_factory=dict)
-    queued: bool = False
-    """The last report had turns in the engine's own queue."""
-    excess: float = 0.0
-    """Reported KV use above the forecast."""
-    sharing: float = 0.0
-    """The share of prompt tokens that rollouts of a group have in common, from reports."""
-    refused: TurnRequest | None = None
-    """The last request that was not admitted; it is tried again only after a change here."""
-    total: int = field(init=False)
-    """Tokens that its cache can hold."""
-
-    def __post_init__(self) -> None:
-        self.total = self.engine.budget.total
-
-    @property
-    def room(self) -> float:
-        return self.total - self.excess
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step with the rollouts that are here now."""
-        return self.speed.seconds(min(self.forecast.now, self.total))
-
-    @property
-    def drain_s(self) -> float:
-        """Seconds until its rollouts are done, if they fill the cache to the end."""
-        return self.forecast.work / self.total * self.step_s
-
-    @property
-    def pace(self) -> tuple[float, float]:
-        """`step_s` and `drain_s`, computed together: they are compared for every engine."""
-        step_s = self.step_s
-        return step_s, self.forecast.work / self.total * step_s
-
-
-@dataclass(frozen=True, slots=True)
-class FleetOutlook:
-    """The remaining work of all engines."""
-
-    done_s: float
-    """Seconds until everything could be done."""
-    least_s: float
-    """Seconds until the first engine is done with what it has."""
-    wait_s: float
-    """Seconds until the first engine is expected to have room for another rollout."""
-    steps: float
-    """Steps that nine of ten new rollouts do not exceed."""
 
 
 class ReservePolicy:
@@ -192,7 +133,7 @@ class ReservePolicy:
         if not load.waiting and len(engine.running) >= SHARING_MIN_RUNNING:
             sharing = self._sharing(state, engine, load.kv_used)
             outlook.sharing += SHARING_SMOOTHING * (sharing - outlook.sharing)
-        outlook.refused = None
+        outlook.refused, outlook.stays = None, ""
         outlook.queued = load.waiting > 0
         engine.preemptions = load.preemptions
 
@@ -213,13 +154,7 @@ class ReservePolicy:
             self.lengths.refresh(
                 state.estimated_completion(s) for s in state.sessions.values() if s.begun
             )
-        placements: list[Placement] = []
-        for name in state.pop_begun():
-            placement = self._continue(state, name)
-            if placement is None:
-                state.enqueue(name)
-            else:
-                placements.append(placement)
+        placements = self._continue_begun(state)
         while (new := state.next_new()) is not None:
             placement = self._admit(state, new)
             if placement is None and self._evict_expired(state, now):
@@ -229,14 +164,39 @@ class ReservePolicy:
             placements.append(placement)
         return placements
 
+    def _continue_begun(self, state: SchedulerState) -> list[Placement]:
+        """Start waiting turns of begun rollouts, oldest first.
+
+        Turns that wait for the same engine have the same needs: once one of them cannot start,
+        the younger ones are not looked at. So a decision costs as much with a long queue as with
+        a short one.
+        """
+        placements: list[Placement] = []
+        queues = state.oldest_begun()
+        heapify(queues)
+        while queues:
+            _, home = heappop(queues)
+            head = state.next_begun(home)
+            placement = self._continue(state, head[1]) if head is not None else None
+            if placement is None:
+                continue
+            placements.append(placement)
+            if (head := state.next_begun(home)) is not None:
+                heappush(queues, (head[0], home))
+        return placements
+
     def _continue(self, state: SchedulerState, name: str) -> Placement | None:
         """Start the next turn of a begun rollout; None if there is no sequence slot."""
         session = state.sessions[name]
         home = session.engine
         if home is not None and state.serves(home):
+            here = self._outlook(state, home)
+            if here.stays == name and not here.engine.has_slot:
+                return None
             placement = self._move(state, name, home)
-            if placement is None and state.engines[home].has_slot:
-                placement = state.start(name, home, None)
+            if placement is None and here.engine.has_slot:
+                return state.start(name, home, None)
+            here.stays = name
             return placement
         self._extend_to(session.request.limit)
         targets = [self._outlook(state, e) for e in state.serving if self._open(state, e, session)]

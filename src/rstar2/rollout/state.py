@@ -200,7 +200,8 @@ class SchedulerState:
         self.speeds: dict[str, EngineSpeed] = {}
         """What was learnt of every engine's speed since it started."""
         self.waits = ToolWaits()
-        self._begun: list[tuple[Rank, str]] = []
+        self._begun: dict[str | None, list[tuple[Rank, str]]] = {}
+        """Waiting turns of begun rollouts, a heap for every engine that has their prefix."""
         self._new: list[tuple[Rank, str]] = []
 
     # ------------------------------------------------------------------ queries
@@ -234,16 +235,36 @@ class SchedulerState:
         session.phase = Phase.WAITING
         if session.engine is not None:
             self.engines[session.engine].holding.discard(name)
-        heappush(self._begun if session.begun else self._new, (session.rank, name))
+        queue = self._begun.setdefault(session.engine, []) if session.begun else self._new
+        heappush(queue, (session.rank, name))
 
     def pop_begun(self) -> list[str]:
         """Remove and return the turns of begun rollouts, oldest first.
 
         The caller puts back with `enqueue` what cannot start.
         """
-        names = [name for rank, name in sorted(self._begun) if self._current(rank, name)]
+        entries = sorted(entry for queue in self._begun.values() for entry in queue)
         self._begun.clear()
-        return names
+        return [name for rank, name in entries if self._current(rank, name)]
+
+    def oldest_begun(self) -> list[tuple[Rank, str | None]]:
+        """The oldest waiting turn of every engine that has prefixes of waiting turns.
+
+        Each with its engine; None stands for the turns whose prefix is on no engine.
+        """
+        heads = [(self.next_begun(home), home) for home in list(self._begun)]
+        return [(head[0], home) for head, home in heads if head is not None]
+
+    def next_begun(self, home: str | None) -> tuple[Rank, str] | None:
+        """The oldest waiting turn with its prefix on `home`. It stays until it starts."""
+        queue = self._begun.get(home, [])
+        while queue:
+            rank, name = queue[0]
+            if self._current(rank, name) and self.sessions[name].engine == home:
+                return rank, name
+            heappop(queue)
+        self._begun.pop(home, None)
+        return None
 
     @property
     def new(self) -> int:
@@ -293,6 +314,8 @@ class SchedulerState:
         self.release_home(name)
         self.evictions.append(Eviction(name, session.engine))
         session.engine = None
+        if session.phase is Phase.WAITING:
+            self.enqueue(name)
 
     def release_home(self, name: str) -> None:
         """Release everything the session holds on its engine."""
@@ -311,6 +334,9 @@ class SchedulerState:
         engine = self.engines.pop(engine_name)
         for name in engine.resident:
             self.sessions[name].engine = None
+        for rank, name in self._begun.pop(engine_name, []):
+            if self._current(rank, name):
+                self.enqueue(name)
         handed_back = sorted(engine.running, key=lambda name: self.sessions[name].rank)
         for name in handed_back:
             self.enqueue(name)

@@ -1,0 +1,110 @@
+"""Waiting turns of begun rollouts under `reserve`: their order, and what a decision costs."""
+
+from __future__ import annotations
+
+from rstar2.config import SchedulerConfig
+from rstar2.rollout.forecast import LengthModel
+from rstar2.rollout.reserve import ReservePolicy
+from rstar2.rollout.scheduler import Placement, Scheduler, TurnRequest
+from rstar2.rollout.state import SchedulerState
+from rstar2.types import EngineCapacity, EngineLoad
+
+KV, LIMIT = 1_000_000, 100
+
+
+class CountingPolicy(ReservePolicy):
+    """Counts the waiting turns that a decision looks at."""
+
+    looked_at = 0
+
+    def _continue(self, state: SchedulerState, name: str) -> Placement | None:
+        self.looked_at += 1
+        return super()._continue(state, name)
+
+
+def scheduler(*slots: int) -> tuple[Scheduler, CountingPolicy]:
+    made = Scheduler(SchedulerConfig())
+    made.policy = policy = CountingPolicy(made.config, LengthModel())
+    for index, most in enumerate(slots):
+        made.join(f"e{index}", EngineCapacity(KV, most, KV), 0)
+    return made, policy
+
+
+def ask(made: Scheduler, name: str, prompt: int = 10) -> None:
+    made.submit(TurnRequest(name, "g", prompt, LIMIT - prompt))
+
+
+def placed(made: Scheduler) -> dict[str, str]:
+    return {p.session: p.engine for p in made.decide().placements}
+
+
+def test_a_long_queue_costs_no_more_than_a_short_one() -> None:
+    made, policy = scheduler(500, 500)
+    names = [f"g/{index}" for index in range(1000)]
+    for name in names:
+        ask(made, name)
+    assert len(placed(made)) == 1000
+    made.engine_lost("e0")
+    policy.looked_at = 0
+    assert placed(made) == {}, "500 turns wait for the other engine, which is full"
+    assert policy.looked_at == 1
+    running = next(name for name in names if made.engine_of(name) == "e1")
+    made.turn_ended(running, 20)
+    policy.looked_at = 0
+    assert placed(made) == {"g/0": "e1"}, "the oldest waiting turn gets the slot"
+    assert policy.looked_at == 2
+    ask(made, running, prompt=25)
+    policy.looked_at = 0
+    assert placed(made) == {}
+    assert policy.looked_at == 2, "one turn for each engine that turns wait for"
+
+
+def test_turns_of_a_lost_engine_and_of_a_full_one_start_in_the_order_of_their_rollouts() -> None:
+    made, _ = scheduler(2, 2)
+    for index in range(4):
+        ask(made, f"g/{index}")
+    engines = placed(made)
+    first, second = (n for n in engines if engines[n] == "e0")
+    third, fourth = (n for n in engines if engines[n] == "e1")
+    made.turn_ended(fourth, 20)
+    made.engine_lost("e0")
+    assert placed(made) == {first: "e1"}, "the turn of the lost engine is older"
+    ask(made, fourth, prompt=25)
+    assert placed(made) == {}
+    made.turn_ended(third, 20)
+    made.end(third)
+    assert placed(made) == {second: "e1"}, "it waits for any engine and is older than the fourth"
+    made.turn_ended(first, 20)
+    made.end(first)
+    assert placed(made) == {fourth: "e1"}
+
+
+def test_turn_that_waits_for_an_engine_which_is_lost_starts_elsewhere() -> None:
+    made, _ = scheduler(1, 1)
+    ask(made, "g/0")
+    ask(made, "g/1")
+    engines = placed(made)
+    waiting = next(n for n in engines if engines[n] == "e0")
+    made.turn_ended(waiting, 20)
+    made.drain("e1")
+    ask(made, "g/2")
+    assert placed(made) == {"g/2": "e0"}
+    ask(made, waiting, prompt=25)
+    assert placed(made) == {}, "its engine is full"
+    made.engine_lost("e0")
+    made.join("e2", EngineCapacity(KV, 2, KV), 0)
+    assert placed(made) == {waiting: "e2", "g/2": "e2"}
+
+
+def test_waiting_turn_that_does_not_move_is_looked_at_again_after_a_report() -> None:
+    made, policy = scheduler(1)
+    ask(made, "g/0")
+    placed(made)
+    made.turn_ended("g/0", 20)
+    ask(made, "g/1")
+    assert placed(made) == {"g/1": "e0"}
+    ask(made, "g/0", prompt=25)
+    assert placed(made) == {}
+    assert policy._outlook(made.state, "e0").stays == "g/0"
+    made.load_reported("e0", EngineLoad(10, 1, 0, 0, 0))
+    assert policy._outlook(made.state, "e0").stays == ""
