@@ -115,6 +115,22 @@ async def test_failed_and_cancelled_attempts_take_no_place(room: Any) -> None:
     assert Connections.count == before
 
 
+async def test_closing_a_client_fails_all_turns_that_wait_for_a_connection(room: Any) -> None:
+    room(0)
+    async with scripted_server() as server:
+        client = VllmClient("e", url=server.url)
+        turns = [
+            asyncio.ensure_future(client._ask("GET", "/", 60.0, patient=True)) for _ in range(100)
+        ]
+        await until(lambda: client.unsent == 100)
+        await client.close()
+        for _ in range(3):  # not one after the other: a round of the event loop may take long
+            await asyncio.sleep(0)
+        assert sum(turn.done() for turn in turns) >= 99, "all but the one that is connecting"
+        results = await asyncio.gather(*turns, return_exceptions=True)
+        assert {str(r).rpartition(": ")[2] for r in results} == {"the client was closed"}
+
+
 async def test_turns_get_connections_in_their_order_and_end_with_the_client(room: Any) -> None:
     room(0)
     async with scripted_server() as server:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Literal
 
 import pytest
@@ -140,6 +141,39 @@ async def test_deaths_count_until_the_engine_finishes_a_turn() -> None:
         await turn(fleet, "g/9")
     fleet.restart_missing()  # as a weight update does
     assert (await turn(fleet, "g/10")).engine == "only"
+    await fleet.close()
+
+
+async def test_late_failures_of_a_lost_engine_do_not_end_its_successor() -> None:
+    class Slow(ScriptedEngine):
+        """Its failures arrive late, as on a busy machine."""
+
+        may_fail = asyncio.Event()
+
+        async def generate(
+            self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, deadline_s: float
+        ) -> Generation:
+            try:
+                return await super().generate(
+                    prompt_ids, sampling, session=session, deadline_s=deadline_s
+                )
+            except EngineError:
+                if session != "g/0":
+                    await self.may_fail.wait()
+                raise
+
+    engine = Slow("only")
+    engine.hang = True
+    fleet = fleet_of(engine, recover=True, recoveries=1)
+    tasks = [asyncio.ensure_future(turn(fleet, f"g/{i}")) for i in range(8)]
+    await until(lambda: len(engine.running) == 8)
+    engine.hang = False
+    engine.kill()
+    assert (await tasks[0]).engine == "only"
+    assert engine.starts == 1
+    engine.may_fail.set()
+    assert {result.engine for result in await asyncio.gather(*tasks)} == {"only"}
+    assert (engine.starts, fleet.take_usage()[0].deaths) == (1, 1)
     await fleet.close()
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 
 from rstar2.errors import DeadlineError, EngineError, InfrastructureError
 from rstar2.http_client import Address, Connections, Lease, LocalResourceError
@@ -30,6 +31,7 @@ IDLE_S = 2.0
 CONNECT_S = 10.0
 PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.25
 """Before the second attempt to connect, doubled each time; and at most."""
+CLOSED = "the client was closed"
 CONTROL_CONNECTIONS = 64
 """Of the reserved descriptors, those that requests which are not patient may use."""
 
@@ -42,12 +44,16 @@ class EngineHttp:
         self.unsent = 0
         """Patient requests that have no connection yet."""
         self._connections = Connections(address, EngineError, idle_s=IDLE_S, connect_s=CONNECT_S)
-        self._line = asyncio.Lock()
+        self._line: deque[asyncio.Future[None]] = deque()
+        """Patient requests that found no connection. The first one tries to get one."""
         self._closed = False
 
     async def close(self) -> None:
-        """Close all connections; pending requests fail with EngineError."""
+        """Close all connections; pending requests fail with EngineError, all at once."""
         self._closed = True
+        for place in self._line:
+            if not place.done():
+                place.set_exception(EngineError(CLOSED))
         await self._connections.aclose()
 
     async def ask(
@@ -85,20 +91,33 @@ class EngineHttp:
         """Take a connection; requests that find none get one in the order of their arrival."""
         self.unsent += 1
         try:
-            if not self._line.locked() and await self._taken(lease):
-                return
-            async with self._line:
-                pause_s = PAUSE_S
-                while not await self._taken(lease):
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            if self._line or not await self._taken(lease):
+                await self._wait_in_line(lease)
         finally:
             self.unsent -= 1
+
+    async def _wait_in_line(self, lease: Lease) -> None:
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line.append(place)
+        self._wake_first()
+        pause_s = PAUSE_S
+        try:
+            await place
+            while not await self._taken(lease):
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        finally:
+            self._line.remove(place)
+            self._wake_first()
+
+    def _wake_first(self) -> None:
+        if self._line and not self._line[0].done():
+            self._line[0].set_result(None)
 
     async def _taken(self, lease: Lease) -> bool:
         """Whether there was a connection; raises if there will be none."""
         if self._closed:
-            raise EngineError("the client was closed")
+            raise EngineError(CLOSED)
         try:
             await lease.take()
         except (LocalResourceError, EngineError) as error:

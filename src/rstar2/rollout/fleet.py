@@ -145,6 +145,10 @@ class Fleet:
         self._recoveries = recoveries
         self._deaths = dict.fromkeys(self.engines, 0)
         """Deaths of each engine since it last finished a turn."""
+        self._joined = dict.fromkeys(self.engines, 0)
+        """How often each engine has joined. A request fails the engine only if it was sent after
+        the last time: on a busy machine the failures of a lost engine may arrive after its
+        restart."""
         self._recovering: dict[str, asyncio.Task[None]] = {}
         self.last_failure: Exception | None = None
         """Why the last restart failed."""
@@ -164,6 +168,7 @@ class Fleet:
             self.scheduler.weights_updated(name, version)
         else:
             self.scheduler.join(name, self.engines[name].capacity(), version)
+            self._joined[name] += 1
         self._clocks.progressed()
         self._dispatch()
 
@@ -174,7 +179,7 @@ class Fleet:
 
     def lose(self, name: str, error: Exception) -> None:
         """The caller found that an engine died or hangs: its turns run elsewhere, it restarts."""
-        self._engine_lost(name, error)
+        self._engine_lost(name, error, self._joined[name])
 
     def restart_missing(self) -> None:
         """Restart, in the background, the engines that do not serve and are not being restarted."""
@@ -242,13 +247,14 @@ class Fleet:
         while True:
             placement = await self._placement(session)
             self._clocks.sent(clock, placement.engine)
+            joined = self._joined[placement.engine]
             try:
                 return placement, await self.engines[placement.engine].generate(
                     prompt_ids, sampling, session=session, deadline_s=ENGINE_DEADLINE_S
                 )
             except EngineError as error:
                 self._clocks.lost(clock)
-                self._engine_lost(placement.engine, error)
+                self._engine_lost(placement.engine, error, joined)
 
     async def release(self, session: str) -> None:
         """The rollout has ended: release its reservation and its prefix on the engine."""
@@ -297,13 +303,14 @@ class Fleet:
         """Free a session's prefix on an engine; an engine that fails to do so is lost."""
         if self.scheduler.engine_of(session) == engine:
             return  # the session has returned to this engine
+        joined = self._joined[engine]
         try:
             async with asyncio.timeout(RELEASE_DEADLINE_S):
                 await self.engines[engine].release(session)
         except LocalResourceError as error:
             log.info("session %s was not released: %s", session, error)
         except (EngineError, TimeoutError) as error:
-            self._engine_lost(engine, EngineError(f"release of {session}: {error!r}"))
+            self._engine_lost(engine, EngineError(f"release of {session}: {error!r}"), joined)
 
     def _ended(
         self, request: TurnRequest, placement: Placement, generation: Generation, *, queue_s: float
@@ -325,9 +332,12 @@ class Fleet:
         self._dispatch()
         return replace(generation, queue_s=generation.queue_s + queue_s, engine=placement.engine)
 
-    def _engine_lost(self, name: str, error: Exception) -> None:
-        """An engine died: queue its turns again and restart it in the background."""
-        if name not in self.scheduler.engines:
+    def _engine_lost(self, name: str, error: Exception, joined: int) -> None:
+        """An engine died: queue its turns again and restart it in the background.
+
+        `joined` is the value of `_joined` when the request was sent that failed.
+        """
+        if name not in self.scheduler.engines or joined != self._joined[name]:
             return
         log.warning("engine %s is lost: %s", name, error)
         self._meters[name].deaths += 1
@@ -389,12 +399,12 @@ class Fleet:
 
     async def poll_load(self, name: str) -> None:
         """Read the load of one engine now and report it to the scheduler; on error it is lost."""
-        asked = monotonic()
+        asked, joined = monotonic(), self._joined[name]
         try:
             async with asyncio.timeout(LOAD_DEADLINE_S):
                 load = await self.engines[name].load()
         except EngineError as error:
-            self._engine_lost(name, error)
+            self._engine_lost(name, error, joined)
             return
         except LocalResourceError as error:  # it says nothing about the engine
             log.info("engine %s could not be asked for its load: %s", name, error)
