@@ -145,10 +145,9 @@ class Fleet:
         self._recoveries = recoveries
         self._deaths = dict.fromkeys(self.engines, 0)
         """Deaths of each engine since it last finished a turn."""
-        self._joined = dict.fromkeys(self.engines, 0)
-        """How often each engine has joined. A request fails the engine only if it was sent after
-        the last time: on a busy machine the failures of a lost engine may arrive after its
-        restart."""
+        self._lives = dict.fromkeys(self.engines, 0)
+        """How often each engine has joined. A failed request ends an engine only in the life in
+        which it was sent: on a busy machine failures may arrive after the engine's restart."""
         self._recovering: dict[str, asyncio.Task[None]] = {}
         self.last_failure: Exception | None = None
         """Why the last restart failed."""
@@ -168,7 +167,7 @@ class Fleet:
             self.scheduler.weights_updated(name, version)
         else:
             self.scheduler.join(name, self.engines[name].capacity(), version)
-            self._joined[name] += 1
+            self._lives[name] += 1
         self._clocks.progressed()
         self._dispatch()
 
@@ -179,7 +178,7 @@ class Fleet:
 
     def lose(self, name: str, error: Exception) -> None:
         """The caller found that an engine died or hangs: its turns run elsewhere, it restarts."""
-        self._engine_lost(name, error, self._joined[name])
+        self._engine_lost(name, error, self._lives[name])
 
     def restart_missing(self) -> None:
         """Restart, in the background, the engines that do not serve and are not being restarted."""
@@ -247,14 +246,14 @@ class Fleet:
         while True:
             placement = await self._placement(session)
             self._clocks.sent(clock, placement.engine)
-            joined = self._joined[placement.engine]
+            life = self._lives[placement.engine]
             try:
                 return placement, await self.engines[placement.engine].generate(
                     prompt_ids, sampling, session=session, deadline_s=ENGINE_DEADLINE_S
                 )
             except EngineError as error:
                 self._clocks.lost(clock)
-                self._engine_lost(placement.engine, error, joined)
+                self._engine_lost(placement.engine, error, life)
 
     async def release(self, session: str) -> None:
         """The rollout has ended: release its reservation and its prefix on the engine."""
@@ -303,14 +302,14 @@ class Fleet:
         """Free a session's prefix on an engine; an engine that fails to do so is lost."""
         if self.scheduler.engine_of(session) == engine:
             return  # the session has returned to this engine
-        joined = self._joined[engine]
+        life = self._lives[engine]
         try:
             async with asyncio.timeout(RELEASE_DEADLINE_S):
                 await self.engines[engine].release(session)
         except LocalResourceError as error:
             log.info("session %s was not released: %s", session, error)
         except (EngineError, TimeoutError) as error:
-            self._engine_lost(engine, EngineError(f"release of {session}: {error!r}"), joined)
+            self._engine_lost(engine, EngineError(f"release of {session}: {error!r}"), life)
 
     def _ended(
         self, request: TurnRequest, placement: Placement, generation: Generation, *, queue_s: float
@@ -332,12 +331,12 @@ class Fleet:
         self._dispatch()
         return replace(generation, queue_s=generation.queue_s + queue_s, engine=placement.engine)
 
-    def _engine_lost(self, name: str, error: Exception, joined: int) -> None:
+    def _engine_lost(self, name: str, error: Exception, life: int) -> None:
         """An engine died: queue its turns again and restart it in the background.
 
-        `joined` is the value of `_joined` when the request was sent that failed.
+        `life` is the one in which the failed request was sent.
         """
-        if name not in self.scheduler.engines or joined != self._joined[name]:
+        if name not in self.scheduler.engines or life != self._lives[name]:
             return
         log.warning("engine %s is lost: %s", name, error)
         self._meters[name].deaths += 1
@@ -399,12 +398,12 @@ class Fleet:
 
     async def poll_load(self, name: str) -> None:
         """Read the load of one engine now and report it to the scheduler; on error it is lost."""
-        asked, joined = monotonic(), self._joined[name]
+        asked, life = monotonic(), self._lives[name]
         try:
             async with asyncio.timeout(LOAD_DEADLINE_S):
                 load = await self.engines[name].load()
         except EngineError as error:
-            self._engine_lost(name, error, joined)
+            self._engine_lost(name, error, life)
             return
         except LocalResourceError as error:  # it says nothing about the engine
             log.info("engine %s could not be asked for its load: %s", name, error)
