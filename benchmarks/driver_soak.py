@@ -52,7 +52,8 @@ from scaling import QUESTION, script
 
 PROCESSES, ENGINES_EACH, GROUP = 8, 8, 32
 SEQUENCES = 256
-TOKEN_S = 0.002
+TOKEN_S = 0.02
+"""Seconds of a token, as with a 14B model and 256 sequences: the longest rollout takes 160 s."""
 KILL_EVERY_S = 20.0
 STOPPED_S = 20.0
 HANG_S = 60.0
