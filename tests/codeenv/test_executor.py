@@ -25,7 +25,7 @@ _ids = itertools.count()
 
 @pytest_asyncio.fixture(params=levels(), scope="module", loop_scope="module")
 async def table(request: pytest.FixtureRequest) -> AsyncIterator[CallTable]:
-    config = CodeEnvConfig(slots=2, queue=50, sessions=4, default=PATIENT)
+    config = CodeEnvConfig(slots=2, queue=50, sessions=4, warm_up="never", default=PATIENT)
     executor = WorkerExecutor(config, request.param, FUNCTIONS)
     await executor.start()
     table = CallTable(executor, config, "test")

@@ -24,7 +24,7 @@ _ids = itertools.count()
 
 @pytest_asyncio.fixture(params=levels(), scope="module", loop_scope="module")
 async def table(request: pytest.FixtureRequest) -> AsyncIterator[CallTable]:
-    config = CodeEnvConfig(slots=1, default=PATIENT)
+    config = CodeEnvConfig(slots=1, warm_up="never", default=PATIENT)
     executor = WorkerExecutor(config, request.param)
     await executor.start()
     table = CallTable(executor, config, "test")

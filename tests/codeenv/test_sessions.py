@@ -30,7 +30,7 @@ _ids = itertools.count()
 
 @pytest_asyncio.fixture(params=levels(), scope="module", loop_scope="module")
 async def executor(request: pytest.FixtureRequest) -> AsyncIterator[WorkerExecutor]:
-    executor = WorkerExecutor(CodeEnvConfig(slots=1), request.param)
+    executor = WorkerExecutor(CodeEnvConfig(slots=1, warm_up="never"), request.param)
     await executor.start()
     yield executor
     await executor.close()

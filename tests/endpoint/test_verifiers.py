@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
-import verifiers.v1 as vf
 
 from rstar2.agent.loop import RolloutSpec
 from rstar2.config import AgentConfig, SamplingConfig
@@ -91,6 +89,9 @@ async def test_a_broken_scorer_after_a_limit_is_no_reward(
     reverse: VerifiersEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The harness survives the refusal of a second request, and the task's reward raises."""
+    import openai
+    import verifiers.v1 as vf
+
     harness = importlib.import_module("verifiers_reverse").ChatHarness
     task = importlib.import_module("letters_taskset").LettersTask
     launch = harness.launch

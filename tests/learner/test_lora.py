@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -114,6 +113,8 @@ def test_merged_export_equals_adapter_and_base(
     trained: Learner, model_dir: Path, tmp_path: Path
 ) -> None:
     """transformers with the merged directory, peft with base and adapter, and the learner."""
+    from peft import PeftModel
+
     trained.export(tmp_path / "merged")
     trained.export_adapter(tmp_path / "adapter")
     described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rstar2.cli.export import adapter_directory, copy_export
@@ -87,6 +86,8 @@ def test_engines_sleep_while_the_learner_trains(finished: tuple[Path, list[str]]
 def test_a_run_with_adapters(
     finished: tuple[Path, list[str]], recipe: Recipe, tmp_path: Path
 ) -> None:
+    from peft import PeftModel
+
     path, _ = finished
     steps = [line for line in read_metrics(path) if line.get("stage") == "short"]
     assert len(steps) == 2

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from rstar2.reward.grade import as_integer
-from rstar2.reward.math_equal import math_equal
 
 pytestmark = pytest.mark.slow
 
@@ -28,6 +27,8 @@ def pool() -> Iterator[ProcessPoolExecutor]:
 
 
 def verdicts(pool: ProcessPoolExecutor, pairs: list[tuple[str, str]]) -> list[bool]:
+    from rstar2.reward.math_equal import math_equal
+
     answers, truths = zip(*pairs, strict=True)
     return list(pool.map(math_equal, answers, truths, timeout=120, chunksize=16))
 
@@ -76,6 +77,8 @@ def test_pairs(pairs: list[tuple[str, str]], verdict: bool, pool: ProcessPoolExe
 
 
 def test_nonsense_as_truth_is_an_error_and_not_a_verdict(pool: ProcessPoolExecutor) -> None:
+    from rstar2.reward.math_equal import math_equal
+
     with pytest.raises(ValueError, match="nan or zoo"):
         pool.submit(math_equal, "5", "\\frac{1}{0}").result(60)
 
