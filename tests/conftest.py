@@ -18,10 +18,10 @@ from tests.commands import codeenv_command
 ROOT = Path(__file__).resolve().parents[1]
 
 LONGEST_FIRST = (
-    *("e2e", "evaluate", "attacks", "learner", "viewer", "faults", "trainers", "engine"),
-    "codeenv",
+    *("e2e", "evaluate", "attacks", "test_doc_commands.py", "learner", "viewer", "faults"),
+    *("trainers", "engine", "codeenv"),
 )
-"""Folders whose tests start first, so that no worker begins a long one when the others finish."""
+"""Folders and files that start first, so that no worker begins a long one when others finish."""
 
 SPREAD = ("e2e",)
 """Folders whose tests share no fixture but `finished`: each of them may run on any worker."""
@@ -87,12 +87,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
     rank = {name: number for number, name in enumerate(LONGEST_FIRST)}
 
-    def order(item: pytest.Item) -> tuple[int, bool]:
-        """Of the spread tests, those without `finished` come first: others wait for it."""
+    slow_files = {item.path for item in items if item.get_closest_marker("slow")}
+
+    def order(item: pytest.Item) -> tuple[bool, int, bool]:
+        """Files without slow tests come last and fill the workers until all of them end.
+
+        Of the spread tests, those without `finished` come first: others wait for it.
+        """
         assert isinstance(item, pytest.Function)
         folder = _folder(item)
         waits = folder in SPREAD and "finished" in item.fixturenames
-        return rank.get(folder, len(rank)), waits
+        return item.path not in slow_files, rank.get(folder, len(rank)), waits
 
     items.sort(key=order)
 

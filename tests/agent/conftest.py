@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from rstar2.agent.template import Template
 from rstar2.config import TemplateConfig
-from rstar2.learner.tiny import make_tokenizer
 from rstar2.paper_format import INSTRUCTION, REASON_OPEN, SYSTEM
+from tests.tiny import tokenizer
 
 CORPUS = [
     SYSTEM,
@@ -162,7 +162,7 @@ def _smollm2() -> PreTrainedTokenizerFast:
 
 
 MAKERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
-    "tiny": make_tokenizer,
+    "tiny": tokenizer,
     "qwen": _qwen,
     "llama": _llama,
     "mistral": _mistral,

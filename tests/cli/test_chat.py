@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -80,10 +81,10 @@ def styled(text: str) -> list[tuple[str, str]]:
     return characters
 
 
-def test_only_the_tiny_model_of_the_embedded_task_knows_so_little(tmp_path: Path) -> None:
-    from rstar2.learner.tiny import make_tiny
-
-    make_tiny(tmp_path / "model", seed=0)
+def test_only_the_tiny_model_of_the_embedded_task_knows_so_little(
+    tmp_path: Path, tiny_dir: Path
+) -> None:
+    shutil.copytree(tiny_dir, tmp_path / "model")
     knows = known_questions(tmp_path / "model")
     assert knows is not None
     assert knows("What is 30 choose 4?")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -22,10 +21,10 @@ from rstar2.evaluate import answerers
 from rstar2.evaluate.answerers import load_task
 from rstar2.evaluate.benchmarks import Benchmark
 from rstar2.evaluate.store import EvalDirectory, EvalSettings
-from rstar2.learner.tiny import make_tokenizer
 from rstar2.record import RunDirectory
 from rstar2.rollout.groups import GroupRunner
 from rstar2.types import Problem, Reward, StopReason, Trajectory
+from tests.tiny import tokenizer
 
 MODULE = """
 import rstar2
@@ -44,9 +43,6 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
     sys.modules.pop("hills", None)
     sys.path[:] = path
-
-
-tokenizer = functools.cache(make_tokenizer)
 
 
 def model(path: Path) -> Path:

@@ -19,13 +19,6 @@ from rstar2.types import Sampling
 PROMPT = tuple(range(5, 25))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny")
-    make_tiny(path, 0)
-    return path
-
-
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - uvicorn has no event for it
@@ -65,8 +58,8 @@ async def served(model: Path) -> AsyncIterator[tuple[EmbeddedEngine, EngineClien
         await engine.close()
 
 
-async def test_generation_over_http_equals_generation_here(model: Path) -> None:
-    async with served(model) as (engine, client, _):
+async def test_generation_over_http_equals_generation_here(tiny_dir: Path) -> None:
+    async with served(tiny_dir) as (engine, client, _):
         sampling = Sampling(max_new_tokens=24, seed=7)
         there = await client.generate(PROMPT, sampling, session="a/1", deadline_s=60)
         await client.release("a/1")
@@ -79,9 +72,9 @@ async def test_generation_over_http_equals_generation_here(model: Path) -> None:
         assert (await client.load()).version == 0
 
 
-async def test_weights_arrive_and_are_held_until_resume(model: Path, tmp_path: Path) -> None:
+async def test_weights_arrive_and_are_held_until_resume(tiny_dir: Path, tmp_path: Path) -> None:
     make_tiny(tmp_path / "other", 1)
-    async with served(model) as (engine, client, _):
+    async with served(tiny_dir) as (engine, client, _):
         before = await client.score(PROMPT, 60)
         await client.weights(3, tmp_path / "other", hold=True)
         assert (await client.load()).version == 3
@@ -97,8 +90,8 @@ async def test_weights_arrive_and_are_held_until_resume(model: Path, tmp_path: P
         assert (await generation).versions == ((3, 4),)
 
 
-async def test_errors_keep_their_names(model: Path) -> None:
-    async with served(model) as (engine, client, url):
+async def test_errors_keep_their_names(tiny_dir: Path) -> None:
+    async with served(tiny_dir) as (engine, client, url):
         with pytest.raises(UserError):
             await client.generate((), Sampling(4), session="a/1", deadline_s=60)
         with pytest.raises(DeadlineError):
@@ -114,8 +107,8 @@ async def test_errors_keep_their_names(model: Path) -> None:
         await client.load()
 
 
-async def test_a_client_that_disconnects_frees_the_engine(model: Path) -> None:
-    async with served(model) as (engine, client, _):
+async def test_a_client_that_disconnects_frees_the_engine(tiny_dir: Path) -> None:
+    async with served(tiny_dir) as (engine, client, _):
         generation = asyncio.ensure_future(
             client.generate(PROMPT, Sampling(230), session="a/1", deadline_s=60)
         )

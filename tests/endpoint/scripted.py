@@ -5,17 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 
 from rstar2.agent.template import Template
-from rstar2.config import TemplateConfig
-from rstar2.learner.tiny import make_tokenizer
 from rstar2.types import Finish, Generation, Sampling
-
-
-@cache  # files make it when they are imported
-def tiny_template() -> Template:
-    return Template(make_tokenizer(), TemplateConfig(system="none", instruction="none"))
 
 
 @dataclass

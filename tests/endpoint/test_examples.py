@@ -17,7 +17,8 @@ from rstar2.config import AgentConfig, Recipe, SamplingConfig, load_recipe
 from rstar2.environments.environment import Environment
 from rstar2.environments.load import load_environment, recipe_problems
 from rstar2.rollout.groups import GroupRunner
-from tests.endpoint.scripted import ScriptedGenerator, tiny_template
+from tests.endpoint.scripted import ScriptedGenerator
+from tests.tiny import tiny_template
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +29,6 @@ REPLACED = {
     "mcp_calculator": [f"environment.args.server={SERVER}"],
     "verifiers_reverse": ["environment.args.id=letters_taskset"],
 }
-TEMPLATE = tiny_template()
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ async def test_an_example_has_problems_and_demonstrations_that_fit(name: str) ->
     assert not {p.prompt for p in train} & {p.prompt for p in heldout}
     assert recipe.sft is not None
     for conversation in islice(environment.demonstrations(20, 0), 20):
-        ids, mask = TEMPLATE.conversation_ids(conversation)
+        ids, mask = tiny_template().conversation_ids(conversation)
         assert any(mask)
         if not isinstance(environment, Environment):  # those have a system message, left out here
             assert len(ids) <= recipe.sft.max_length
@@ -79,7 +79,9 @@ def say(prompt: str) -> str:
 async def test_the_agents_of_the_examples_are_rewarded_for_the_right_answer(name: str) -> None:
     recipe = example(name)
     environment = load_environment(recipe.environment, recipe.template)
-    loop = AgentLoop(environment, ScriptedGenerator(TEMPLATE, say), None, TEMPLATE, AgentConfig())
+    loop = AgentLoop(
+        environment, ScriptedGenerator(tiny_template(), say), None, tiny_template(), AgentConfig()
+    )
     problem = recipe_problems(recipe, environment, "train")[0]
     spec = RolloutSpec(SamplingConfig(), 256, 3)
     group = await GroupRunner(loop).run(problem, group_id="g", step=1, seeds=[1, 2, 3], spec=spec)

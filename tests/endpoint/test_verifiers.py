@@ -16,12 +16,12 @@ from rstar2.config import AgentConfig, SamplingConfig
 from rstar2.endpoint.verifiers import VerifiersEnvironment
 from rstar2.errors import UserError
 from rstar2.types import Problem, StopReason, Trajectory
-from tests.endpoint.scripted import ScriptedGenerator, tiny_template
+from tests.endpoint.scripted import ScriptedGenerator
+from tests.tiny import tiny_template
 
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-TEMPLATE = tiny_template()
 
 
 @pytest.fixture
@@ -48,8 +48,8 @@ async def rollout(
         id=f"g/{number}",
         group_id="g",
         seed=0,
-        generator=ScriptedGenerator(TEMPLATE, answer),
-        template=TEMPLATE,
+        generator=ScriptedGenerator(tiny_template(), answer),
+        template=tiny_template(),
         agent=AgentConfig(),
         spec=RolloutSpec(SamplingConfig(), max_length, max_turns),
     )
@@ -72,7 +72,11 @@ async def test_episodes_have_the_environments_own_reward(reverse: VerifiersEnvir
     assert part.reward is not None
     assert part.reward.value == pytest.approx(2 / 3)
     assert part.stop is StopReason.ANSWERED
-    assert TEMPLATE.decode(part.prompt_ids).startswith(f"<|im_start|>user\n{problems[0].prompt}")
+    assert (
+        tiny_template()
+        .decode(part.prompt_ids)
+        .startswith(f"<|im_start|>user\n{problems[0].prompt}")
+    )
     await reverse.close()
 
 

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -25,7 +26,6 @@ from rstar2.engine.embedded import EmbeddedEngine
 from rstar2.engine.make import make_engines
 from rstar2.errors import DeadlineError, EngineError, RecipeError, UserError
 from rstar2.learner.model import load_policy
-from rstar2.learner.tiny import make_tiny
 from rstar2.types import Finish, Generation, Sampling
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -281,8 +281,8 @@ async def test_models_it_cannot_run_are_refused_by_name(tmp_path: Path) -> None:
     await engine.close()
 
 
-async def test_damaged_weights_are_named(tmp_path: Path) -> None:
-    make_tiny(tmp_path, seed=0)
+async def test_damaged_weights_are_named(tmp_path: Path, tiny_dir: Path) -> None:
+    shutil.copytree(tiny_dir, tmp_path, dirs_exist_ok=True)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
     engine = EmbeddedEngine(tmp_path, kv_tokens=256, max_sequences=1, max_length=64)
@@ -292,9 +292,9 @@ async def test_damaged_weights_are_named(tmp_path: Path) -> None:
         load_policy(tmp_path, "cpu")
 
 
-async def test_a_worker_that_fails_to_start_says_why(tmp_path: Path) -> None:
+async def test_a_worker_that_fails_to_start_says_why(tmp_path: Path, tiny_dir: Path) -> None:
     """An error without a name of ours reaches the engine, not "None"."""
-    make_tiny(tmp_path, seed=0)
+    shutil.copytree(tiny_dir, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
     engine = EmbeddedEngine(tmp_path, kv_tokens=256, max_sequences=1, max_length=64)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import math
 import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from rstar2.environments.base import EnvironmentProtocol, SandboxClient, ToolSpe
 from rstar2.environments.environment import EpisodeView
 from rstar2.environments.tools import call_text
 from rstar2.errors import DataError, InfrastructureError, UserError
-from rstar2.learner.tiny import make_tokenizer
 from rstar2.types import (
     Failure,
     Message,
@@ -39,10 +36,10 @@ from rstar2.types import (
     encode,
 )
 from tests.agent.agent_fakes import ScriptedGenerator
+from tests.tiny import tokenizer
 
 CITIES = [{"prompt": "How many people live in Rome?", "answer": 4, "city": "Rome"}]
 CONFIG = TemplateConfig(system="none", instruction="none")
-tokenizer = cache(make_tokenizer)
 
 
 @rstar2.tool
@@ -53,9 +50,6 @@ def population(city: str) -> int:
 
 def right(episode: EpisodeView) -> float:
     return float(episode.answer == episode.problem.answer)
-
-
-tokenizer = functools.cache(make_tokenizer)
 
 
 def roll(

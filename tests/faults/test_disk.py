@@ -53,18 +53,15 @@ print(sorted(path.name for path in small.iterdir()))
 
 
 @pytest.mark.slow
-def test_every_writer_names_a_full_disk(tmp_path: Path) -> None:
-    from rstar2.learner.tiny import make_tiny
-
+def test_every_writer_names_a_full_disk(tmp_path: Path, tiny_dir: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
-    make_tiny(tmp_path / "model", seed=0)
     script = f'mount -t tmpfs -o size=1m none "{small}" && exec "$@"'
     command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh"]
     probe = subprocess.run([*command, "true"], capture_output=True, text=True, timeout=60)
     if probe.returncode != 0:
         pytest.skip(f"no user namespaces here: {probe.stderr.strip()}")
-    command += [sys.executable, "-c", PROGRAM, str(small), str(tmp_path / "model")]
+    command += [sys.executable, "-c", PROGRAM, str(small), str(tiny_dir)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     *attempts, left = done.stdout.splitlines()

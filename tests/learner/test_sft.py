@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 from rstar2.agent.template import Template
 from rstar2.config import LearnerConfig, OptimizerConfig, TemplateConfig
 from rstar2.learner.learner import Learner
-from rstar2.learner.tiny import make_tiny
 from rstar2.paper_format import REASON_OPEN
 from rstar2.problems.arithmetic import sft_conversations
 
@@ -22,13 +21,12 @@ def template_of(model_dir: Path) -> Template:
 
 
 @pytest.mark.slow
-def test_held_out_loss_falls(tmp_path: Path) -> None:
-    make_tiny(tmp_path / "model", seed=0)
-    template = template_of(tmp_path / "model")
+def test_held_out_loss_falls(tiny_dir: Path) -> None:
+    template = template_of(tiny_dir)
     rows = [template.conversation_ids(c) for c in sft_conversations(24 * 16, seed=1)]
     held_out = [template.conversation_ids(c) for c in sft_conversations(32, seed=2)]
     learner = Learner(
-        tmp_path / "model",
+        tiny_dir,
         LearnerConfig(),
         OptimizerConfig(lr=8e-3, matrix_optimizer="muon", matrix_lr=0.02, warmup_steps=3),
         total_steps=16,
@@ -44,11 +42,10 @@ def test_held_out_loss_falls(tmp_path: Path) -> None:
     assert after < 0.5 * before
 
 
-def test_only_assistant_tokens_enter_the_loss(tmp_path: Path) -> None:
-    make_tiny(tmp_path / "model", seed=0)
-    template = template_of(tmp_path / "model")
+def test_only_assistant_tokens_enter_the_loss(tiny_dir: Path) -> None:
+    template = template_of(tiny_dir)
     ids, mask = template.conversation_ids(next(sft_conversations(1, seed=3)))
-    learner = Learner(tmp_path / "model", LearnerConfig(), OptimizerConfig(), total_steps=1, seed=0)
+    learner = Learner(tiny_dir, LearnerConfig(), OptimizerConfig(), total_steps=1, seed=0)
     scores = learner.logprobs([ids])[0]
     trained = [-s for s, m in zip(scores, mask[1:], strict=True) if m]
     assert learner.sft_loss([(ids, mask)]) == pytest.approx(sum(trained) / len(trained), rel=1e-5)

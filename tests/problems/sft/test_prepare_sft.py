@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from rstar2.cli.data import app
 from rstar2.errors import DataError, UserError
-from rstar2.learner.tiny import make_tokenizer
 from rstar2.problems.conversations import read_conversations
 from rstar2.problems.sft import checks
 from rstar2.problems.sft.prepare import Mixture, SftSource, prepare_sft
 from tests.problems.sft import sft_rows
+from tests.tiny import tokenizer
 
 
 def write(path: Path, *rows: Any) -> str:
@@ -159,7 +159,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_command_converts_all_publishers_in_tokens(published: Path, tmp_path: Path) -> None:
-    make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    tokenizer().save_pretrained(tmp_path / "tokenizer")
     names = ("toolace.json", "apigen-mt_5k.json", "glaive.json", "magicoder.jsonl", "tulu.parquet")
     sources = [*(str(published / n) for n in names), f"nemotron=nemotron:{published}/chat.jsonl"]
     evaluation = write(tmp_path / "eval.jsonl", {"problem": "Find x if x = 2.", "answer": "2"})
