@@ -389,7 +389,10 @@ def test_an_unclosed_sandbox_ends_with_its_process(tmp_path: Path) -> None:
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     process = script(
-        tmp_path, "print('running', flush=True)\nbox.run('while True: pass', wall_s=60)"
+        tmp_path,
+        "import signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` ignores it\n"
+        "print('running', flush=True)\nbox.run('while True: pass', wall_s=60)",
     )
     pid = server_pid(process)
     assert process.stdout is not None

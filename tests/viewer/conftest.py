@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from urllib.request import urlopen
 
 import pytest
@@ -18,7 +18,7 @@ from tests.viewer.nasty import WIDE_NAME, write_hostile, write_plain, write_wide
 from tests.viewer.served import serving
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, ConsoleMessage, Page, Request
 
 Theme = Literal["light", "dark"]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -93,8 +93,69 @@ def absent(what: str) -> None:
     pytest.skip(what)
 
 
+class PageSettings(NamedTuple):
+    width: int
+    height: int
+    theme: Theme = "light"
+
+
+class Complaints(list[str]):
+    """What the browser complained of, and which other hosts the page asked for."""
+
+
+class Pages:
+    """The pages of a browser that tests take in turn: a new page takes twice as much CPU time."""
+
+    def __init__(self, browser: Browser) -> None:
+        self._browser = browser
+        self._kept: dict[PageSettings, Page] = {}
+        self._complaints = Complaints()
+
+    @contextlib.contextmanager
+    def opened(
+        self, complaints: Complaints, width: int, height: int, theme: Theme = "light"
+    ) -> Iterator[Page]:
+        """An empty page; whatever it complains of fails the test."""
+        settings = PageSettings(width, height, theme)
+        page = self._kept.pop(settings, None) or self._open(settings)
+        self._complaints = complaints
+        try:
+            yield page
+            page.mouse.move(0, 0)
+            page.evaluate("() => { try { localStorage.clear(); } catch { /* no address */ } }")
+            assert complaints == []
+            self._complaints = Complaints()  # of requests that end with the page
+            page.goto("about:blank")
+        except BaseException:
+            page.context.close()
+            raise
+        self._kept[settings] = page
+
+    def _open(self, settings: PageSettings) -> Page:
+        context = self._browser.new_context(
+            viewport={"width": settings.width, "height": settings.height},
+            color_scheme=settings.theme,
+            reduced_motion="reduce",
+        )
+        context.set_default_timeout(READY_MS)
+        page = context.new_page()
+        page.on("pageerror", lambda error: self._complaints.append(f"error: {error}"))
+        page.on("dialog", lambda dialog: self._complaints.append(f"dialog: {dialog.message}"))
+        page.on("console", self._log)
+        page.on("request", self._see)
+        return page
+
+    def _log(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self._complaints.append(message.text)
+
+    def _see(self, request: Request) -> None:
+        if not request.url.startswith(("http://127.0.0.1:", "data:image", "about:blank")):
+            self._complaints.append(request.url)
+
+
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser() -> Iterator[Pages]:
     """The system's Chromium, driven by Playwright.
 
     Its event loop runs in the main thread until it is closed, so it must not outlive its module:
@@ -109,12 +170,8 @@ def browser() -> Iterator[Browser]:
         absent("no browser tests: no Chromium on PATH (scripts/install-debian.sh installs one)")
     with sync_playwright() as play:
         chromium = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield chromium
+        yield Pages(chromium)
         chromium.close()
-
-
-class Complaints(list[str]):
-    """What the browser complained of, and which other hosts the page asked for."""
 
 
 @pytest.fixture
@@ -123,42 +180,14 @@ def complaints() -> Complaints:
 
 
 @pytest.fixture
-def page(browser: Browser, complaints: Complaints) -> Iterator[Page]:
-    """A fresh page of desktop size; whatever it complains of fails the test."""
-    with opened(browser, complaints, 1280, 860) as page:
+def page(browser: Pages, complaints: Complaints) -> Iterator[Page]:
+    """An empty page of desktop size."""
+    with browser.opened(complaints, 1280, 860) as page:
         yield page
 
 
 @pytest.fixture
-def phone(browser: Browser, complaints: Complaints) -> Iterator[Page]:
-    """The same at the width of a phone, with touch."""
-    with opened(browser, complaints, 390, 800) as page:
+def phone(browser: Pages, complaints: Complaints) -> Iterator[Page]:
+    """The same at the width of a phone."""
+    with browser.opened(complaints, 390, 800) as page:
         yield page
-
-
-@contextlib.contextmanager
-def opened(
-    browser: Browser, complaints: Complaints, width: int, height: int, theme: Theme = "light"
-) -> Iterator[Page]:
-    context = browser.new_context(
-        viewport={"width": width, "height": height}, color_scheme=theme, reduced_motion="reduce"
-    )
-    context.set_default_timeout(READY_MS)
-    page = context.new_page()
-    page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
-    page.on("dialog", lambda dialog: complaints.append(f"dialog: {dialog.message}"))
-    page.on(
-        "console",
-        lambda m: complaints.append(m.text) if m.type in ("error", "warning") else None,
-    )
-    page.on(
-        "request",
-        lambda r: (
-            complaints.append(r.url)
-            if not r.url.startswith(("http://127.0.0.1:", "data:image"))
-            else None
-        ),
-    )
-    yield page
-    context.close()
-    assert complaints == []

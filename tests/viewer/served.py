@@ -38,7 +38,7 @@ def serving(*paths: Path) -> Iterator[str]:
             server.terminate()
             status = server.wait(START_S)
             said = server.stderr.read().decode()
-        assert status == 0, said
+        assert status == 0, f"ended with {status}: {said}"
         assert "Traceback" not in said
 
 

@@ -23,11 +23,11 @@ from rstar2.record import read_groups
 from rstar2.report.page import render
 from rstar2.report.summary import summarise
 from tests.evaluate.evaluate_helpers import settings
-from tests.viewer.conftest import Theme, absent, opened
+from tests.viewer.conftest import Pages, Theme, absent
 from tests.viewer.nasty import WIDE_NAME
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Page
 
 pytestmark = pytest.mark.slow
 
@@ -88,9 +88,9 @@ def test_nothing_is_cut_off_at_desktop_width_and_axe_is_content(
     "view", ["runs", "run", "step", "wide group", "tokens", "search", "runs compared"]
 )
 def test_axe_is_content_on_a_phone_in_the_dark(
-    browser: Browser, complaints: Any, url: str, view: str
+    browser: Pages, complaints: Any, url: str, view: str
 ) -> None:
-    with opened(browser, complaints, 390, 800, "dark") as phone:
+    with browser.opened(complaints, 390, 800, "dark") as phone:
         visit(phone, f"{url}{VIEWS[view]}")
         assert findings(phone) == []
 
@@ -124,7 +124,7 @@ def evaluation(run: Path, out: Path) -> Path:
 @pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (390, "dark")])
 @pytest.mark.parametrize("write", [report, entropy, evaluation])
 def test_pages_in_files_pass_too(
-    browser: Browser,
+    browser: Pages,
     complaints: Any,
     runs: dict[str, Path],
     tmp_path: Path,
@@ -133,7 +133,7 @@ def test_pages_in_files_pass_too(
     theme: Theme,
 ) -> None:
     file = write(runs["real"], tmp_path)
-    with opened(browser, complaints, width, 860, theme) as page:
+    with browser.opened(complaints, width, 860, theme) as page:
         page.goto(file.as_uri())
         complaints.clear()  # the request for the file itself
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
