@@ -30,6 +30,7 @@ from rstar2.codeenv.server import probe  # noqa: E402
 from rstar2.codeenv.server.calls import CallTable  # noqa: E402
 from rstar2.codeenv.server.executor import WorkerExecutor  # noqa: E402 - after the secret
 from rstar2.config import CodeEnvConfig  # noqa: E402
+from rstar2.config.codeenv import WarmUp  # noqa: E402
 from rstar2.errors import CodeEnvError, UserError  # noqa: E402
 from rstar2.types import Limits, encode  # noqa: E402
 
@@ -320,8 +321,8 @@ class Server:
         return left
 
 
-async def main(level: str) -> None:
-    executor = WorkerExecutor(CodeEnvConfig(slots=2, isolation=level), level)
+async def main(level: str, warm_up: WarmUp) -> None:
+    executor = WorkerExecutor(CodeEnvConfig(slots=2, isolation=level, warm_up=warm_up), level)
     await executor.start()
     server = Server(executor, Canaries())
     print(json.dumps({"ready": True, **server.canaries.facts()}), flush=True)
@@ -343,5 +344,4 @@ async def main(level: str) -> None:
 
 
 if __name__ == "__main__":
-    level = json.loads(sys.stdin.readline())["level"]
-    asyncio.run(main(level))
+    asyncio.run(main(**json.loads(sys.stdin.readline())))
