@@ -221,8 +221,8 @@ def files_page() -> str:
         .strip()
     )
     parts = [
-        "# File formats\n\nAll files are plain: JSON Lines, YAML, safetensors. Fields that are "
-        "left out have their default.\n\n",
+        "# File formats\n\nAll files are JSON Lines, YAML or safetensors. Fields that are left "
+        "out have their default.\n\n",
         NOTE,
         "\n## Problems\n\n`rl.problems`, `evaluation.problems` and `rstar2 eval --on FILE` read "
         "one JSON object per line:\n\n```json\n"
@@ -238,8 +238,9 @@ def files_page() -> str:
         "[Data preparation](../data.md) makes such files.\n",
         f"\n## The run directory\n\n{_first_paragraph(record)}\n\n```\n{textwrap.dedent(tree[1])}"
         f"```\n\n{after}\n\nInvariants:\n\n{directory[1].strip()}\n",
-        "\n## Rollout records\n\nA line of `trajectories/STAGE.jsonl` has `stage`, `step`, `time`, "
-        "`group` and `selection`.\n`rstar2.record.read_groups(RUN, STAGE)` reads them as "
+        "\n## Rollout records\n\nA line of `trajectories/STAGE.jsonl`, unpacked, has "
+        "`stage`, `step`, `time`, `group` and `selection`.\n"
+        "`rstar2.record.read_groups(RUN, STAGE)` reads them as "
         f"`{read.GroupLine.__name__}`.\n",
     ]
     records = (types.Group, types.Trajectory, types.Turn, types.ToolCall, types.ToolResult)

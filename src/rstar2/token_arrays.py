@@ -34,6 +34,11 @@ class TokenArray(Sequence[N]):
         return values
 
     @property
+    def held(self) -> array[Any]:
+        """The array itself; the caller must not change it."""
+        return self._values
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the values."""
         return len(self._values) * self._values.itemsize

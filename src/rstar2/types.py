@@ -586,8 +586,11 @@ class TokenValues:
     """The learner's logprobs of one sample's trained tokens (mask 1), in order."""
 
     trajectory_id: str
-    old: tuple[float, ...]  #: Under the weights at the start of the batch.
-    current: tuple[float, ...]  #: When its mini-batch was trained: exp(current - old) is clipped.
+    old: Sequence[float]  #: Under the weights at the start of the batch.
+    current: Sequence[float]  #: When its mini-batch was trained: exp(current - old) is clipped.
+
+    def __post_init__(self) -> None:
+        hold_arrays(self, floats=("old", "current"))
 
 
 @dataclass(frozen=True, slots=True)

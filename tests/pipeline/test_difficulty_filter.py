@@ -12,8 +12,8 @@ from rstar2.config import Recipe, StageConfig
 from rstar2.errors import InfrastructureError
 from rstar2.pipeline.difficulty_filter import hard_problems
 from rstar2.pipeline.state import RunState
-from rstar2.record import RunDirectory, filter_stage
-from rstar2.record.read import GroupLine, read_lines, read_metrics
+from rstar2.record import RunDirectory, filter_stage, read_groups
+from rstar2.record.read import read_lines, read_metrics
 from rstar2.record.solved import SolvedLine, solved_file, unfinished_filters
 from rstar2.types import Problem
 from tests.pipeline.scripted_runner import KilledError, ScriptedRunner
@@ -48,8 +48,7 @@ async def filtered(path: Path, runner: ScriptedRunner, version: int = 3) -> tupl
 
 
 def recorded(path: Path) -> list[str]:
-    lines = read_lines(path / "trajectories" / f"{filter_stage('hard')}.jsonl", GroupLine)
-    return [line.group.problem.id for line in lines]
+    return [line.group.problem.id for line in read_groups(path, filter_stage("hard"))]
 
 
 async def test_a_killed_filter_resumes_without_repeating_finished_groups(tmp_path: Path) -> None:

@@ -72,10 +72,11 @@ class Assumptions:
     """GB/s at which all other nodes receive a copy of these files."""
     weights_load_gb: float = 2.0
     """GB/s at which an engine loads them."""
-    rollout_bytes: float = 75.0
-    """Bytes per completion token of a recorded rollout (72 to 76 in a run of the tiny recipe)."""
-    logprob_bytes: float = 20.0
-    """Bytes per trained token of `record.tokens` (20 in the same run)."""
+    rollout_bytes: float = 15.0
+    """Bytes per completion token of a recorded rollout (12 in two steps of the tiny recipe; a fifth
+    of its JSON text, which has 61 to 76 bytes)."""
+    logprob_bytes: float = 4.5
+    """Bytes per trained token of `record.tokens` (2.9 to 4.5 with the same logprobs)."""
     learn_fixed_s: float = 5.0
     """Fixed time per learner step: packing, the optimizer, checkpoints on average."""
 

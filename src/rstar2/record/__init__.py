@@ -6,10 +6,10 @@
       metrics.jsonl          one line per (stage, step): {"stage", "step", "time", <metrics>}
       evaluations.jsonl      one types.Evaluation per (stage, mode)
       trajectories/          <stage>.jsonl, one line per group: the Group, exact to the token,
-                             and its Selection (why each rollout was kept or not)
+                             and its Selection (why each rollout was kept or not); packed
       index/                 <stage>.jsonl, one short line per group: its offset and figures
       tokens/                <stage>.jsonl, one line per step: the learner's logprob of each
-                             trained token, before and during the update
+                             trained token, before and during the update; packed
       events.jsonl           started, resumed, checkpoint, stopped, finished, ...
       filter-<stage>.jsonl   while a difficulty filter runs: how often each problem was solved
       filter-<stage>.json    its result: the problems that are kept, for weights of a version
@@ -21,6 +21,10 @@ with `evaluation.every`), `sft`, `eval-sft-greedy`, `eval-sft-sampled` (the poli
 from, also without SFT), then for each RL stage `filter-<stage>` (difficulty filter), `<stage>`,
 `eval-<stage>-greedy`, `eval-<stage>-sampled`. Steps count from 1; an evaluation carries the last
 step of its stage.
+
+Packed lines are a fifth as long as their JSON text: token ids and their numbers are binary columns,
+compressed with the rest of the line (`packed.py`). `rstar2.record.plain_line(LINE)` returns the
+text. Runs of earlier versions have plain lines; a file may hold both.
 
 `metric_names.py` describes every metric.
 
@@ -43,6 +47,7 @@ from rstar2.record.directory import (
     flatten,
     stage_order,
 )
+from rstar2.record.packed import plain_line
 from rstar2.record.read import (
     GroupLine,
     extension,
@@ -66,6 +71,7 @@ __all__ = [
     "filter_stage",
     "flatten",
     "is_finished",
+    "plain_line",
     "read_environment",
     "read_evaluations",
     "read_events",

@@ -19,10 +19,12 @@ from rstar2.config import Recipe
 from rstar2.errors import InfrastructureError, InvariantError, RecipeError, UserError
 from rstar2.files import write_file
 from rstar2.record.files import JsonLines, RunLock, StepHead
-from rstar2.record.index import index_entry
+from rstar2.record.index import group_entry
+from rstar2.record.packed import pack
 from rstar2.record.read import (
     GroupLine,
     RecordedGroup,
+    TokenValuesLine,
     extension,
     is_finished,
     read_environment,
@@ -197,15 +199,16 @@ class RunDirectory:
                 group, trajectories=tuple(group.trajectories[i] for i in selection.kept)
             )
         line = GroupLine(stage, step, time.time(), group, selection)
-        at, encoded = self._file_of(self._groups, "trajectories", stage).append(line)
-        self._file_of(self._index, "index", stage).append(index_entry(encoded, at))
+        file = self._file_of(self._groups, "trajectories", stage)
+        at, encoded = file.append_line(pack(line, stage, step, group.id))
+        self._file_of(self._index, "index", stage).append(group_entry(line, at, len(encoded)))
 
     def tokens(self, stage: str, step: int, values: Sequence[TokenValues]) -> None:
         """Record the learner's logprobs of each token of a step's batch (if `record.tokens`)."""
         self._check_stage(stage)
         if values and self.recipe.record.tokens and self.recipe.record.trajectories != "none":
-            line = {"stage": stage, "step": step, "values": values}
-            self._file_of(self._tokens, "tokens", stage).append(line)
+            line = TokenValuesLine(stage, step, tuple(values))
+            self._file_of(self._tokens, "tokens", stage).append_line(pack(line, stage, step))
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Record a complete evaluation, after its trajectories."""

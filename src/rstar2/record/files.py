@@ -40,7 +40,11 @@ class JsonLines:
 
     def append(self, value: Any) -> tuple[int, bytes]:
         """Add a line; returns its byte offset and the line."""
-        line = encode(value) + b"\n"
+        return self.append_line(encode(value))
+
+    def append_line(self, encoded: bytes) -> tuple[int, bytes]:
+        """Add a line that is encoded already; returns its byte offset and the line."""
+        line = encoded + b"\n"
         with self._naming_a_full_disk():
             self._file.write(line)
         at, self._size = self._size, self._size + len(line)

@@ -9,11 +9,14 @@ a reader checks an entry against the file, and makes missing entries from the li
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from rstar2.types import ToolCall
+from rstar2.record.packed import plain_line
+from rstar2.record.read import GroupLine
+from rstar2.types import ToolCall, Trajectory, Turn
 
 PROMPT_CHARS = 160
 
@@ -181,12 +184,16 @@ _DECODER = msgspec.json.Decoder(PartialGroupLine)
 
 def decode_without_tokens(line: bytes) -> PartialGroupLine:
     """A recorded line without tokens and logprobs: several times faster than decoding it whole."""
-    return _DECODER.decode(line)
+    return _DECODER.decode(plain_line(line))
 
 
 def index_entry(line: bytes, at: int) -> GroupEntry:
     """The index entry of a recorded line that begins at byte `at`."""
-    recorded = decode_without_tokens(line)
+    return group_entry(decode_without_tokens(line), at, len(line))
+
+
+def group_entry(recorded: GroupLine | PartialGroupLine, at: int, size: int) -> GroupEntry:
+    """The index entry of a group whose line has `size` bytes from byte `at`."""
     group, selection = recorded.group, recorded.selection
     kept = {} if selection is None else {c.trajectory_id: c.kept for c in selection.choices}
     rollouts = tuple(
@@ -195,12 +202,14 @@ def index_entry(line: bytes, at: int) -> GroupEntry:
     )
     problem = group.problem
     return GroupEntry(
-        recorded.stage, recorded.step, at, len(line), group.id, problem.id, problem.kind,
+        recorded.stage, recorded.step, at, size, group.id, problem.id, problem.kind,
         problem.prompt[:PROMPT_CHARS], selection is not None, rollouts,
     )  # fmt: skip
 
 
-def _rollout_entry(trajectory: PartialTrajectory, group: str, kept: bool | None) -> RolloutEntry:
+def _rollout_entry(
+    trajectory: Trajectory | PartialTrajectory, group: str, kept: bool | None
+) -> RolloutEntry:
     sampled = responses = 0
     outcomes: list[str] = []
     entropies: list[float] = []
@@ -224,13 +233,15 @@ def _rollout_entry(trajectory: PartialTrajectory, group: str, kept: bool | None)
     )
 
 
-def _count(ids: msgspec.Raw) -> int:
-    """The length of an encoded list of numbers."""
+def _count(ids: Sequence[int] | msgspec.Raw) -> int:
+    """The length of a list of numbers, encoded or not."""
+    if not isinstance(ids, msgspec.Raw):
+        return len(ids)
     text = bytes(ids)
     return 0 if text == b"[]" else text.count(b",") + 1
 
 
-def _turn_entry(turn: PartialTurn) -> TurnEntry:
+def _turn_entry(turn: Turn | PartialTurn) -> TurnEntry:
     return TurnEntry(
         turn.engine,
         round(turn.started_s, 4),

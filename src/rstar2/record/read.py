@@ -12,7 +12,8 @@ import msgspec
 import yaml
 
 from rstar2.errors import UserError
-from rstar2.types import Evaluation, Group, Selection
+from rstar2.record.packed import RecordedId, plain_line
+from rstar2.types import Evaluation, Group, Selection, TokenValues
 
 T = TypeVar("T")
 
@@ -32,6 +33,22 @@ class GroupLine(msgspec.Struct, frozen=True):
     selection: Selection | None = None
 
 
+_GROUP_DECODER = msgspec.json.Decoder(GroupLine)
+
+
+class TokenValuesLine(msgspec.Struct, frozen=True):
+    """One line of tokens/<stage>.jsonl."""
+
+    stage: str
+    step: int
+    values: tuple[TokenValues, ...]
+
+
+def decode_group(line: bytes) -> GroupLine:
+    """A line of trajectories/<stage>.jsonl; raises msgspec.MsgspecError if it is damaged."""
+    return _GROUP_DECODER.decode(plain_line(line))
+
+
 def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
     """The complete lines of a JSONL file, decoded; an incomplete last line is left out."""
     if not path.exists():
@@ -46,12 +63,6 @@ def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """All recorded steps, in order."""
     return list(read_lines(run / "metrics.jsonl", dict[str, Any]))
-
-
-class RecordedId(msgspec.Struct, frozen=True):
-    """The id of a group."""
-
-    id: str
 
 
 class RecordedGroup(msgspec.Struct, frozen=True):
@@ -74,7 +85,13 @@ def read_groups(run: Path, stage: str) -> Iterator[GroupLine]:
     An evaluation records its groups as they end, in an order that differs between runs.
     """
     path = run / "trajectories" / f"{stage}.jsonl"
-    return _by_problem(path) if stage.startswith("eval-") else read_lines(path, GroupLine)
+    return _by_problem(path) if stage.startswith("eval-") else _in_order(path)
+
+
+def _in_order(path: Path) -> Iterator[GroupLine]:
+    if path.exists():
+        with path.open("rb") as file:
+            yield from (decode_group(line) for line in file if line.endswith(b"\n"))
 
 
 def _by_problem(path: Path) -> Iterator[GroupLine]:
@@ -82,7 +99,7 @@ def _by_problem(path: Path) -> Iterator[GroupLine]:
     if not path.exists():
         return
     places: list[tuple[int, int, int]] = []
-    heads, lines = msgspec.json.Decoder(RecordedGroup), msgspec.json.Decoder(GroupLine)
+    heads = msgspec.json.Decoder(RecordedGroup)
     with path.open("rb") as file:
         at = 0
         for line in file:
@@ -92,7 +109,7 @@ def _by_problem(path: Path) -> Iterator[GroupLine]:
             at += len(line)
         for _, _, at in sorted(places):
             file.seek(at)
-            yield lines.decode(file.readline())
+            yield decode_group(file.readline())
 
 
 def read_evaluations(run: Path) -> list[Evaluation]:

@@ -18,10 +18,13 @@ import msgspec
 from rstar2.agent.detokenizer import Detokenizer, find_tokenizer
 from rstar2.errors import UserError
 from rstar2.record import SCHEMA, read_environment, read_recipe
+from rstar2.record.packed import plain_line
 from rstar2.record.read import (
     FileTail,
     FollowedRecords,
     GroupLine,
+    TokenValuesLine,
+    decode_group,
     has_finished,
     read_at,
     rl_stage_names,
@@ -38,14 +41,6 @@ YIELD_S = 0.001
 
 class NotRecordedError(UserError):
     """A request for something that is not recorded in this run."""
-
-
-class _TokenValuesLine(msgspec.Struct):
-    """One line of tokens/<stage>.jsonl."""
-
-    stage: str
-    step: int
-    values: tuple[TokenValues, ...]
 
 
 class ViewedRun:
@@ -163,7 +158,7 @@ class ViewedRun:
             self._held.move_to_end(key)
             return self._held[key]
         try:
-            line = msgspec.json.decode(self.catalog.line(group), type=GroupLine)
+            line = decode_group(self.catalog.line(group))
         except msgspec.MsgspecError as error:
             raise NotRecordedError(f"the line of {group.id} cannot be read: {error}") from error
         if line.group.id != group.id:
@@ -189,7 +184,8 @@ class ViewedRun:
         if step not in places:
             return {}
         try:
-            recorded = msgspec.json.decode(read_at(path, *places[step]), type=_TokenValuesLine)
+            line = plain_line(read_at(path, *places[step]))
+            recorded = msgspec.json.decode(line, type=TokenValuesLine)
         except msgspec.MsgspecError:
             self._token_lines.pop(stage)
             return {}
