@@ -3,11 +3,11 @@
     python scripts/arm_curves.py                        # write all pages from recorded numbers
     python scripts/arm_curves.py --run bfloat16 lora    # train the missing arms, then write
     python scripts/arm_curves.py --run lora --sft RUN   # SFT weights of a run of the recipe
-    python scripts/arm_curves.py --run smollm2-lora     # two hours on two idle cores
+    python scripts/arm_curves.py --run smollm2-lora smollm2-bfloat16     # hours
     python scripts/arm_curves.py --record lora-32       # the steps of an arm that was stopped early
 
 Arms run one after the other, each as one `rstar2 train` of its own. Their numbers are kept in
-docs/experiments/arms/. `smollm2-lora` needs what recipes/smollm2-135m.yaml lists.
+docs/experiments/arms/. The pages of SmolLM2 need what recipes/smollm2-135m.yaml lists.
 """
 
 from __future__ import annotations
@@ -77,6 +77,12 @@ ARMS = {
         "LoRA, rank 32", ("learner.lora={rank: 32, alpha: 64}", "rl.optimizer.lr=7.0e-3")
     ),
     "smollm2": Arm("all weights", (), "smollm2-135m", SMOLLM2),
+    "smollm2-bfloat16": Arm(
+        "bfloat16",
+        ("learner.dtype=bfloat16", "model.dtype=bfloat16"),
+        "smollm2-135m",
+        SMOLLM2,
+    ),
     "smollm2-lora": Arm(
         "LoRA, rank 32",
         ("learner.lora={rank: 32, alpha: 64}", "rl.optimizer.lr=4.0e-4"),
@@ -261,24 +267,50 @@ def tolerances(cells: Cells) -> str:
 
 
 def bfloat16_page(cells: Cells) -> str:
-    most = max(growth(cell) for name, cell in cells.items() if name != "float32")
     shared = min(cell.count for cell in cells.values())
-    return f"""# In bfloat16 the tiny recipe learns as in float32, over {shared} RL steps
+    return number_formats(
+        cells,
+        f"In bfloat16 the tiny recipe learns as in float32, over {shared} RL steps",
+        "The tiny recipe, RL",
+        "bfloat16",
+        problems=120,
+        width=5,
+    )
 
-The tiny recipe, RL from the same SFT weights ({start(cells)}), one seed.
+
+def smollm2_bfloat16_page(cells: Cells) -> str:
+    return number_formats(
+        cells,
+        "SmolLM2-135M in bfloat16 beside float32",
+        "`recipes/smollm2-135m.yaml`, RL",
+        "smollm2-bfloat16",
+        problems=32,
+        width=7,
+    )
+
+
+def number_formats(
+    cells: Cells, title: str, what: str, page: str, *, problems: int, width: int
+) -> str:
+    """A page that compares bfloat16 with float32."""
+    measured = f"accuracy on {problems} held-out problems with 95% intervals"
+    most = max(growth(cell) for name, cell in cells.items() if name.endswith("bfloat16"))
+    return f"""# {title}
+
+{what} from the same SFT weights ({start(cells)}), one seed.
 Master weights and optimizer state are float32 in all arms. `learner.dtype: bfloat16` computes the
 forward and backward pass in bfloat16, `model.dtype: bfloat16` the embedded engines. The runs were
 made on a CPU, not on a GPU.
 
-{COMMAND.format("bfloat16")}
+{COMMAND.format(page)}
 
 ## Reward and accuracy
 
-Mean reward of the rollouts by step, then accuracy on 120 held-out problems with 95% intervals.
+Mean reward of the rollouts by step, then {measured}.
 
-{rewards(cells, 5)}
+{rewards(cells, width)}
 
-![Reward, tool errors, mismatch and probe by step](bfloat16.svg)
+![Reward, tool errors, mismatch and probe by step]({page}.svg)
 
 An arm with fewer steps was stopped early. One seed cannot show a small difference between the arms.
 
@@ -365,16 +397,16 @@ class Comparison:
     charts: dict[str, str]
 
 
+NUMBER_FORMATS = {
+    "reward": "Reward of the rollouts",
+    "failing_calls_in_correct": "Tool-error rate in correct rollouts",
+    "mismatch/k3": "Mismatch of engine and learner (k3)",
+    "weights/probe_gap": "Gap of the probe",
+}
 COMPARISONS = {
-    "bfloat16": Comparison(
-        ("float32", "bfloat16"),
-        bfloat16_page,
-        {
-            "reward": "Reward of the rollouts",
-            "failing_calls_in_correct": "Tool-error rate in correct rollouts",
-            "mismatch/k3": "Mismatch of engine and learner (k3)",
-            "weights/probe_gap": "Gap of the probe",
-        },
+    "bfloat16": Comparison(("float32", "bfloat16"), bfloat16_page, NUMBER_FORMATS),
+    "smollm2-bfloat16": Comparison(
+        ("smollm2", "smollm2-bfloat16"), smollm2_bfloat16_page, NUMBER_FORMATS
     ),
     "lora": Comparison(("float32", "lora-32"), lora_page, BEHAVIOUR),
     "smollm2-lora": Comparison(("smollm2", "smollm2-lora"), smollm2_page, BEHAVIOUR),

@@ -184,8 +184,8 @@ class ViewedRun:
         if step not in places:
             return {}
         try:
-            line = plain_line(read_at(path, *places[step]))
-            recorded = msgspec.json.decode(line, type=TokenValuesLine)
+            text = plain_line(read_at(path, *places[step]))
+            recorded = msgspec.json.decode(text, type=TokenValuesLine)
         except msgspec.MsgspecError:
             self._token_lines.pop(stage)
             return {}
