@@ -169,7 +169,7 @@ def test_disk_of_rollouts_by_hand(paper: Recipe) -> None:
     plan = make_plan(paper, parse_cluster("64xMI300X"), Assumptions(tool_share=0.0))
     first = plan.stages[0]
     assert paper.record.trajectories == "kept"
-    assert first.record_gb == pytest.approx(8192 * first.load.mean_completion * (75 + 20) / 1e9)
+    assert first.record_gb == pytest.approx(8192 * first.load.mean_completion * (15 + 4.5) / 1e9)
     whole = load_recipe("rstar2-agent-14b", ["record.trajectories=all"]).recipe
     assert make_plan(whole, plan.cluster).rollouts_gb > 2 * plan.rollouts_gb
     nothing = load_recipe("rstar2-agent-14b", ["record.trajectories=none"]).recipe
