@@ -29,13 +29,17 @@ def learner_memory(learner: LearnerConfig, shape: ModelShape, ranks: int) -> dic
     layer_inputs = 2 * shape.hidden if wide else shape.hidden
     inner = (17 if wide else 8) * shape.hidden + 5 * (queries + keys) + 4 * shape.intermediate
     working = (24 if wide else 15) * shape.hidden + 6 * shape.intermediate
-    if adapters and not sharded:  # their inputs in float32
-        own = 2 * (5 * shape.hidden + queries + shape.intermediate)
-        inner, working = inner + own, working + own
+    if adapters:  # frozen norms keep no outputs for gradients of their weights
+        inner -= 2 * shape.hidden + queries + keys
+    if adapters and not sharded:  # inputs of the adapters in another number format
+        inner += shape.hidden + shape.intermediate
+        working += 2 * (5 * shape.hidden + queries + shape.intermediate)
     kept = layer_inputs if learner.activation_checkpointing else inner
+    # With frozen weights a tied table was measured twice.
+    gathered = root + (table if adapters and shape.tied else 0) + 2 * layer
     return {
         state_label(learner, ranks): state_bytes(shape, learner) / ranks / GB,
-        "gathered weights": 2 * (root + 2 * layer) / GB if sharded else 0.0,
+        "gathered weights": 2 * gathered / GB if sharded else 0.0,
         "gradients before they are sharded": (
             (2 * table + (2 + 4) * layer) / GB if sharded and not adapters else 0.0
         ),
