@@ -15,7 +15,6 @@ import os
 import re
 import sys
 import sysconfig
-import tempfile
 from bisect import bisect_right
 from pathlib import Path
 from typing import NamedTuple
@@ -62,7 +61,6 @@ class WarmHeap:
 
     def __init__(self, reserve_mb: int = 64) -> None:
         self._original: _ArenaAllocator | None = None
-        self._fillers: list[list[object]] = []
         if not hasattr(_libc, "mallopt"):
             return
         _libc.mallopt(_M_ARENA_MAX, 1)
@@ -91,23 +89,9 @@ class WarmHeap:
         api.PyObject_SetArenaAllocator(ctypes.byref(redirected))
         self._original = original
 
-    def fill_holes(self) -> None:
-        """Fill the free blocks that the warm-up left in Python's pools.
-
-        Later allocations of the worker and its calls then use new memory. A write into a free block
-        would split a huge page.
-        """
-        for size, holes in _holes().items():
-            if size >= 48:
-                self._fillers.append([bytes(size - 33) for _ in range(holes)])
-            elif size == 32:
-                self._fillers.append([float("0.5") for _ in range(holes)])
-            else:
-                self._fillers.append([object() for _ in range(holes)])
-
     def settle(self) -> None:
         """Restore the usual allocators for later calls, collapse the heap, merge mappings."""
-        self.fill_holes()
+        fill_holes()
         self.stop_redirecting()
         collapse()
         merge_mappings()
@@ -123,6 +107,24 @@ class WarmHeap:
         self._original = None
 
 
+_fillers: list[list[object]] = []
+
+
+def fill_holes() -> None:
+    """Fill the free blocks in Python's pools.
+
+    Later allocations then use new memory, one block after another: few pages, and no write into a
+    free block of the warm heap, which would split a huge page.
+    """
+    for size, holes in _holes().items():
+        if size >= 48:
+            _fillers.append([bytes(size - 33) for _ in range(holes)])
+        elif size == 32:
+            _fillers.append([float("0.5") for _ in range(holes)])
+        else:
+            _fillers.append([object() for _ in range(holes)])
+
+
 _HOLES = re.compile(r"^\s*\d+\s+(\d+)\s+\d+\s+\d+\s+(\d+)\s*$", re.MULTILINE)
 
 
@@ -130,17 +132,19 @@ def _holes() -> dict[int, int]:
     """Free blocks in Python's pools by size, from the report that CPython writes to stderr."""
     if not hasattr(sys, "_debugmallocstats"):
         return {}
+    reader, writer = os.pipe()  # holds ten times the report
+    os.set_blocking(writer, False)
     kept = os.dup(2)
-    with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 2)
-        try:
-            sys._debugmallocstats()
-            _libc.fflush(None)
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-        file.seek(0)
-        text = file.read().decode()
+    os.dup2(writer, 2)
+    os.close(writer)
+    try:
+        sys._debugmallocstats()
+        _libc.fflush(None)
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+    with open(reader, "rb") as report:
+        text = report.read().decode()
     return {int(size): int(free) for size, free in _HOLES.findall(text)}
 
 

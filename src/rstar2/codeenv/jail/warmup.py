@@ -20,9 +20,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import sys
 from collections.abc import Sequence
 
-from rstar2.codeenv.jail import frames, runner, warm_programs
+from rstar2.codeenv.jail import frames, runner, sympy_cache, warm_programs
 from rstar2.codeenv.jail.syscalls import words
 
 FLAVOURS = ("plain", "numpy", "base", "scipy", "verify")
@@ -104,7 +105,7 @@ def import_modules(flavour: str, packages: Sequence[str] = ()) -> dict[str, str]
     names = [name for layer in _layers(flavour) for name in _ADDS[layer]]
     for name in (*names, *(packages if flavour == PACKAGES else ())):
         try:
-            importlib.import_module(name)
+            sympy_cache.import_sympy() if name == "sympy" else importlib.import_module(name)
         except Exception as error:  # noqa: BLE001 - a package may raise anything; it is reported
             missing[name] = f"{type(error).__name__}: {error}"
     return missing
@@ -132,6 +133,8 @@ def run_programs(flavour: str, own: Sequence[str] = ()) -> list[str]:
     for program in split(warm_programs.FAILING):
         _run(program)
     runner.reseed()
+    if "sympy" in sys.modules:
+        sympy_cache.limit()
     return failed
 
 

@@ -82,6 +82,7 @@ def main(settings: str, descriptor: int) -> None:
     zygote = Zygote(control, options)
     zygote.warm_up()
     zygote.serve()
+    os._exit(0)  # an interpreter that ends in order would unmap parts of malloc's heap
 
 
 class Zygote:
@@ -218,6 +219,7 @@ class Zygote:
             confine.enter(spec)
             os.environ["HOME"] = os.environ["TMPDIR"] = tempfile.tempdir = spec.scratch
             if not spec.session:  # a session shares the zygote's pages until it writes to them
+                heap.fill_holes()
                 heap.collapse()
             server.serve()
         except BaseException as error:  # noqa: BLE001 - reported to the server, then exit
