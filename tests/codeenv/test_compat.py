@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rstar2.codeenv import wire
 from rstar2.codeenv.protocol import RunRequest
 from rstar2.codeenv.server import compat
 from rstar2.types import Outcome, ToolResult
@@ -193,6 +194,29 @@ async def test_code_judge_batches_are_bounded(serve: Any) -> None:
         status, body = await ask(server, "/run/batch", {"submissions": [{}] * (most + 1)})
         assert (status, body["error"]["code"]) == (413, "too_large")
         assert f"{most + 1} programs; send at most {most}" in body["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/run/batch", "/run", "/v1/batch", "/run_code"])
+async def test_body_of_very_many_values_is_refused_before_it_is_decoded(
+    serve: Any, path: str
+) -> None:
+    """64 MB of empty submissions stopped the server for eleven seconds.
+
+    The body ends where only a decoder would notice it.
+    """
+    body = b'{"submissions":[' + b"{}," * wire.MAX_VALUES
+    async with serve() as server, httpx.AsyncClient(timeout=120) as http:
+        response = await http.post(server.url + path, content=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (413, "too_large")
+    assert f"over {wire.MAX_VALUES} values; send smaller batches" in error["message"]
+
+
+async def test_commas_in_programs_are_no_values(serve: Any) -> None:
+    code = 'print(1)\n"""\\' + ', "' * wire.MAX_VALUES
+    async with serve() as server:
+        status, body = await ask(server, "/run/batch", {"submissions": [submission(solution=code)]})
+    assert (status, len(body["results"])) == (200, 1)
 
 
 async def test_others_are_served_while_a_large_batch_is_read(serve: Any) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -34,6 +35,8 @@ MAX_CODE_BYTES = 1 << 20
 MAX_STDIN_BYTES = 8 << 20
 MAX_ID_CHARS = 256
 MAX_BATCH = 1024
+MAX_VALUES = 1 << 18
+"""Values in a body. A batch of code-judge with 16,384 programs has a third of that."""
 
 ErrorCode = Literal[
     "bad_json",
@@ -200,6 +203,7 @@ _decoders: dict[type, msgspec.json.Decoder[Any]] = {}
 
 def read(body: bytes, kind: type[S]) -> S:
     """Decode a body; a Refusal names the field and what is accepted there."""
+    _check_values(body)
     try:
         decoder = _decoders.get(kind)
         if decoder is None:
@@ -213,6 +217,21 @@ def read(body: bytes, kind: type[S]) -> S:
         ) from error
     except RecursionError as error:
         raise Refusal("bad_json", "the body is nested too deeply; send a flat object") from error
+
+
+_STRING_OR_COMMA = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|(,)', re.DOTALL)
+
+
+def _check_values(body: bytes) -> None:
+    """Refuse a body with very many values before it is decoded, which nothing can interrupt.
+
+    Commas outside strings separate values. The search ends at the first comma too many.
+    """
+    if len(body) <= MAX_VALUES or body.count(b",") < MAX_VALUES:
+        return
+    commas = (match for match in _STRING_OR_COMMA.finditer(body) if match.lastindex)
+    if next(itertools.islice(commas, MAX_VALUES - 1, None), None) is not None:
+        raise Refusal("too_large", f"the body has over {MAX_VALUES} values; send smaller batches")
 
 
 def _path(message: str) -> str | None:
