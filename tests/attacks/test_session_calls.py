@@ -175,6 +175,10 @@ BREAKING = {
     "no memory": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1, 1))",
     "patched module": "import socket\nsocket.recv_fds = None",
     "endless copy": "import os, time\nos.register_at_fork(before=lambda: time.sleep(1000))",
+    "kill": "import os\nos.register_at_fork(before=lambda: os.kill(os.getpid(), 9))",
+    "kill of the thread": "import os, signal\n"
+    "os.register_at_fork(before=lambda: signal.raise_signal(9))",
+    "kill of the group": "import os\nos.register_at_fork(before=lambda: os.kill(0, 9))",
 }
 
 

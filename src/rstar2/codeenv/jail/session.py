@@ -33,7 +33,7 @@ from rstar2.codeenv import deadlines
 from rstar2.codeenv.jail import cgroups, confine, files, frames, runner, seccomp, session_program
 from rstar2.codeenv.jail.frames import WorkerReply, WorkerRequest
 from rstar2.codeenv.jail.running_call import RunningCall, cpu_time
-from rstar2.codeenv.jail.session_files import FilesBefore, SessionFiles
+from rstar2.codeenv.jail.session_files import FilesBefore, SessionFiles, next_file_time
 from rstar2.codeenv.jail.session_guard import SessionGuard
 from rstar2.codeenv.jail.session_process import (
     PipeFeeder,
@@ -45,8 +45,6 @@ from rstar2.codeenv.jail.session_process import (
 from rstar2.codeenv.jail.strays import StrayProcesses
 from rstar2.codeenv.jail.worker import JailWorker
 
-_COARSE_CLOCK = 5
-"""CLOCK_REALTIME_COARSE: the clock of file times."""
 _FIRST_CHECK_S = 0.005
 _NO_LIMIT_S = 1e9
 _COPY_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE)
@@ -216,7 +214,7 @@ class SessionWorker(JailWorker):
             self._discard_changes(before)
             self._reply(request, frames.FILES, error)
             return
-        since_ns = _next_file_time() if request.collect else 0
+        since_ns = next_file_time() if request.collect else 0
         view, start = self.body.view, request.name + request.code
         feeders = [
             PipeFeeder(view[request.name : start]),
@@ -255,8 +253,8 @@ class SessionWorker(JailWorker):
         """Say why a session's process made no copy, and whether its own programs are to blame.
 
         A process that was killed by the kernel, or on a machine that is too busy, may be innocent.
-        Programs have changed one that ended in another way, sent what makes no sense, or has not
-        copied itself although its worker got its own time on the CPU.
+        Programs have changed one that ended in another way, killed itself, sent what makes no
+        sense, or has not copied itself although its worker got its own time on the CPU.
         """
         cause = running.call.cause or frames.NO_SESSION
         if running.done and not status:
@@ -264,7 +262,9 @@ class SessionWorker(JailWorker):
             own = {errno.EMFILE: True, errno.EAGAIN: group.pids, errno.ENOMEM: group.memory}
             cause = frames.NO_ROOM if own[running.error] else frames.NO_COPY
             status = running.error
-        elif running.call.cause == frames.EXITED and (running.lied or status != signal.SIGKILL):
+        elif running.call.cause == frames.EXITED and (
+            running.lied or self.guard.suicide or status != signal.SIGKILL
+        ):
             cause = frames.BROKEN
         self._reply(request, cause, status)
 
@@ -489,11 +489,3 @@ class SessionWorker(JailWorker):
 
 def _do_nothing() -> None:
     return
-
-
-def _next_file_time() -> int:
-    """A time of the clock of file times that no earlier change has."""
-    before = time.clock_gettime_ns(_COARSE_CLOCK)
-    while (now := time.clock_gettime_ns(_COARSE_CLOCK)) == before:
-        time.sleep(0.0005)
-    return now

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import time
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
@@ -24,6 +25,8 @@ _STORE = "store"
 _DEEPEST = 64
 """Directories inside each other that a branch copies."""
 _FILES_MODE = 0o1777
+_COARSE_CLOCK = 5
+"""CLOCK_REALTIME_COARSE: the clock of file times."""
 
 
 class FilesBefore(NamedTuple):
@@ -279,3 +282,11 @@ def _unlocked(name: str, parent: int, flags: int, needed: int) -> int:
         return os.open(name, flags, dir_fd=parent)
     finally:
         os.chmod(name, mode, dir_fd=parent)
+
+
+def next_file_time() -> int:
+    """A time of the clock of file times that no earlier change has."""
+    before = time.clock_gettime_ns(_COARSE_CLOCK)
+    while (now := time.clock_gettime_ns(_COARSE_CLOCK)) == before:
+        time.sleep(0.0005)
+    return now

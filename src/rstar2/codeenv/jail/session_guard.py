@@ -16,6 +16,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import signal
 import struct
 from collections.abc import Iterable
 
@@ -34,16 +35,23 @@ class SessionGuard:
     def __init__(self, listener: int, strict: bool) -> None:
         self.listener = listener
         self._strict = strict
-        self._clone = syscalls.numbers()["clone"]
+        numbers = syscalls.numbers()
+        self._clone = numbers["clone"]
+        to_thread = ("tgkill", "rt_tgsigqueueinfo")
+        self._signal_at = {numbers[name]: 2 if name in to_thread else 1 for name in seccomp.SIGNALS}
+        """Which argument of a system call is the signal."""
         self._running = 0
         self._protected: set[int] = set()
         self._copies = 0
+        self.suicide = False
+        """The running process has been killed by its own program, a thread or a child of it."""
 
     def expect(self, running: int, others: Iterable[int]) -> None:
         """A call starts in the process `running`, which makes one copy of itself first."""
         self._running = running
         self._protected = {1, *others}
         self._copies = 1
+        self.suicide = False
 
     def protect(self, pid: int) -> None:
         """No program may signal this process."""
@@ -54,8 +62,12 @@ class SessionGuard:
         notification = bytearray(_NOTIFICATION.size)
         try:
             fcntl.ioctl(self.listener, seccomp.NOTIFICATION_RECEIVE, notification)
-            identity, sender, _, number, _, _, first, *_ = _NOTIFICATION.unpack(notification)
-            error = self._decide(number, ctypes.c_int(first & 0xFFFFFFFF).value, sender)
+            identity, sender, _, number, _, _, *arguments = _NOTIFICATION.unpack(notification)
+            target = ctypes.c_int(arguments[0] & 0xFFFFFFFF).value
+            error = self._decide(number, target, sender)
+            sent = arguments[self._signal_at[number]] if number in self._signal_at else 0
+            if not error and sent & 0xFFFFFFFF == signal.SIGKILL:
+                self.suicide |= self._hits_running(target, sender)
             answer = bytearray(_ANSWER.pack(identity, 0, -error, 0 if error else _CONTINUE))
             fcntl.ioctl(self.listener, seccomp.NOTIFICATION_SEND, answer)
         except OSError as problem:
@@ -79,6 +91,15 @@ class SessionGuard:
             return errno.EPERM if any(_in_group(pid, group) for pid in self._protected) else 0
         except OSError as problem:
             return errno.ESRCH if problem.errno == errno.ESRCH else errno.EPERM
+
+    def _hits_running(self, target: int, sender: int) -> bool:
+        """Whether a signal reaches the running process: by its pid or its process group."""
+        if target > 0:
+            return target == self._running
+        try:
+            return os.getpgid(self._running) == (-target if target else os.getpgid(sender))
+        except ProcessLookupError:
+            return False
 
 
 def _in_group(pid: int, group: int) -> bool:

@@ -17,8 +17,8 @@ from rstar2.codeenv.jail import confine
 _WINDOW = 20_000
 """Range of pids to kill when a program uses up every process that the worker may have."""
 _MOST_PASSES = 50
-_MOST_PIDS = 1 << 17
-"""After an overflow the pids of a namespace are searched completely only up to this number."""
+_MOST_SEARCHED = 1 << 17
+"""The most pids that are searched after the kernel has started again from the lowest one."""
 
 
 class StrayProcesses:
@@ -50,7 +50,7 @@ class StrayProcesses:
             return range(self._swept, self._swept + _WINDOW)
         if newest >= self._swept:
             return range(self._swept, newest)
-        if self._most_pids > _MOST_PIDS:
+        if self._most_pids - self._swept + newest > _MOST_SEARCHED:
             return None
         return itertools.chain(range(self._swept, self._most_pids + 1), range(2, newest))
 
