@@ -87,8 +87,9 @@ def test_the_rest_of_the_file(tmp_path: Path) -> None:
         max_position_embeddings=512,
         torch_dtype="bfloat16",
         layer_types=["full_attention", "sliding_attention"],
+        sliding_window=64,
     )
-    assert (full.max_length, full.dtype, full.sliding_window) == (512, "bfloat16", True)
+    assert (full.max_length, full.dtype, full.sliding_window) == (512, "bfloat16", 64)
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -17,6 +17,20 @@ import msgspec
 from rstar2.errors import UserError
 
 CONFIG_FILE = "config.json"
+FULL, SLIDING = "full_attention", "sliding_attention"
+GEMMA3 = "gemma3_text"
+GEMMA3_DEFAULTS = {
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+}
+"""Defaults of Gemma3TextConfig that differ from those of the other architectures."""
 
 
 def unreadable_weights(where: Path | str, error: Exception) -> str:
@@ -100,11 +114,20 @@ class DecoderConfig:
     norm_eps: float
     rope: RopeConfig
     activation: str
-    sliding_window: bool
     max_length: int | None
     """Maximum number of positions; None if the file does not say."""
     dtype: str | None
     """Type of the saved weights; None if the file does not say."""
+    layer_types: tuple[str, ...] = ()
+    """The kind of attention of each layer; empty if all of them attend to everything."""
+    sliding_window: int | None = None
+    """Keys that a query of a `sliding_attention` layer sees, its own included."""
+    sliding_rope: RopeConfig | None = None
+    """RoPE of `sliding_attention` layers where it differs from the others'."""
+    query_scale: int | None = None
+    """Attention scores are divided by the square root of this; None: of the head dimension."""
+    softcap: float | None = None
+    """Bound of logits that are soft-capped."""
 
 
 _QWEN = 151_936
@@ -117,6 +140,7 @@ KNOWN_SHAPES = {
     "qwen3-32b": ModelShape(5120, 64, 64, 8, 128, 25600, _QWEN),
     "qwen2.5-7b": ModelShape(3584, 28, 28, 4, 128, 18944, 152_064),
     "smollm2": ModelShape(576, 30, 9, 3, 64, 1536, 49_152, tied=True),
+    "gemma3-270m": ModelShape(640, 18, 4, 1, 256, 2048, 262_144, tied=True),
     "tiny": ModelShape(128, 3, 4, 2, 32, 256, 768, tied=True),
 }
 """Shapes of known models, for which no config.json is needed."""
@@ -140,18 +164,37 @@ def find_shape(path: str) -> ModelShape:
 def read_model_config(directory: Path) -> DecoderConfig:
     """Read a directory's config.json; UndescribedModelError if sizes are missing."""
     file, fields = directory / CONFIG_FILE, read_config_fields(directory)
-    layer_types = set(fields.get("layer_types") or ())
+    if fields.get("model_type") == GEMMA3:
+        fields = GEMMA3_DEFAULTS | fields
+    shape, types = _shape(file, fields), _layer_types(fields)
     return DecoderConfig(
         directory=directory,
         architecture=fields.get("model_type") or "",
-        shape=_shape(file, fields),
+        shape=shape,
         norm_eps=fields.get("rms_norm_eps", 1e-6),
         rope=_rope(fields),
-        activation=fields.get("hidden_act", "silu"),
-        sliding_window=bool(layer_types - {"full_attention"} or fields.get("use_sliding_window")),
+        activation=fields.get("hidden_activation") or fields.get("hidden_act") or "silu",
         max_length=fields.get("max_position_embeddings"),
         dtype=fields.get("dtype") or fields.get("torch_dtype"),
+        layer_types=types,
+        sliding_window=fields.get("sliding_window") if SLIDING in types else None,
+        sliding_rope=_sliding_rope(fields) if SLIDING in types else None,
+        query_scale=fields.get("query_pre_attn_scalar"),
+        softcap=fields.get("final_logit_softcapping") or fields.get("attn_logit_softcapping"),
     )
+
+
+def _layer_types(fields: dict[str, Any]) -> tuple[str, ...]:
+    """From `layer_types`, or from the settings of older files; empty if all are full."""
+    count = int(fields["num_hidden_layers"])
+    types = tuple(fields.get("layer_types") or ())
+    if not types and fields.get("model_type") == GEMMA3:
+        period = fields["sliding_window_pattern"]
+        types = tuple(SLIDING if (i + 1) % period else FULL for i in range(count))
+    elif not types and fields.get("use_sliding_window"):
+        first = fields.get("max_window_layers", 28)  # the default of Qwen2Config and Qwen3Config
+        types = (FULL,) * min(first, count) + (SLIDING,) * max(0, count - first)
+    return types if set(types) - {FULL} else ()
 
 
 def read_config_fields(directory: Path) -> dict[str, Any]:
@@ -195,6 +238,19 @@ def _shape(file: Path, fields: dict[str, Any]) -> ModelShape:
 def _rope(fields: dict[str, Any]) -> RopeConfig:
     """From `rope_parameters`, or from `rope_scaling` and `rope_theta` of older files."""
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    return _one_rope(rope.get(FULL, rope), fields)
+
+
+def _sliding_rope(fields: dict[str, Any]) -> RopeConfig | None:
+    """RoPE of sliding layers, which Gemma 3 gives them; None if theirs is that of all layers."""
+    by_type = (fields.get("rope_parameters") or {}).get(SLIDING)
+    if by_type is not None:
+        return _one_rope(by_type, fields)
+    theta = fields.get("rope_local_base_freq")
+    return None if theta is None else RopeConfig(theta=theta)
+
+
+def _one_rope(rope: dict[str, Any], fields: dict[str, Any]) -> RopeConfig:
     share = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
     return RopeConfig(
         kind=rope.get("rope_type", rope.get("type", "default")),

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -59,6 +61,20 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         Qwen2Config(**(SHAPE | {"num_key_value_heads": 1}), rope_parameters=YARN_ROPE)
     ),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True)),
+    "qwen3-window": lambda: Qwen3ForCausalLM(
+        Qwen3Config(
+            **SHAPE, head_dim=16, use_sliding_window=True, sliding_window=24, max_window_layers=1
+        )
+    ),
+    "gemma3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **(SHAPE | {"num_hidden_layers": 3, "num_key_value_heads": 1}),
+            head_dim=16,
+            query_pre_attn_scalar=24,
+            sliding_window=24,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        )
+    ),
 }
 
 

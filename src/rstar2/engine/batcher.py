@@ -207,13 +207,19 @@ class Batcher:
         lengths = self._slots.computed[slab.owners[: slab.active]]
         reach = slab.length  # not the longest row's: other rows must not change the order of sums
         per_head = torch.from_numpy(np.repeat(lengths, self.decoder.shape.kv_heads)).to(device)
-        hidden = self._columns[:reach] > per_head[:, None, None]
+        last = per_head[:, None, None]
+        hidden = self._columns[:reach] > last
+        mask = window_mask = torch.where(hidden, self._masked, self._seen)
+        window = self.decoder.window
+        if window is not None and reach > window:
+            window_mask = mask.masked_fill(self._columns[:reach] <= last - window, -torch.inf)
         return DecodeSegment(
             slab=slab,
             first=first,
             rows=self._columns[: slab.active],
             positions=torch.from_numpy(lengths).to(device),
-            mask=torch.where(hidden, self._masked, self._seen),
+            mask=mask,
+            window_mask=window_mask,
         )
 
     def _begin_decoding(self, plan: _StepPlan, hidden: torch.Tensor) -> tuple[Ids, torch.Tensor]:

@@ -1,4 +1,6 @@
-"""Linear layers of the decoder: plain products, or products with weights that oneDNN packs once.
+"""Norms and linear layers of the decoder.
+
+Products are plain, or use weights that oneDNN packs once.
 
 In float32, and on GPUs, a projection is `F.linear`. In bfloat16 on a CPU its weights are also kept
 as oneDNN's kernels read them; `F.linear` would bring them into this order for every product, which
@@ -51,6 +53,22 @@ class Projection:
             return F.linear(x, self.weight, self.bias)
         out = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return cast(torch.Tensor, out)
+
+
+class RmsNorm:
+    """x / rms(x) * w; in Gemma's form * (1 + w), multiplied in float32."""
+
+    __slots__ = ("_eps", "_factor", "weight")
+
+    def __init__(self, weight: torch.Tensor, eps: float, *, plus_one: bool) -> None:
+        self.weight, self._eps = weight, eps
+        self._factor = weight.float() + 1.0 if plus_one else weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm over the last dimension."""
+        if x.dtype is self._factor.dtype:
+            return F.rms_norm(x, self._factor.shape, self._factor, self._eps)
+        return F.rms_norm(x.float(), self._factor.shape, self._factor, self._eps).to(x.dtype)
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor | None:
