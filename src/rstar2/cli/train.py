@@ -21,7 +21,7 @@ import typer
 
 from rstar2.cli.waiting import waiting
 from rstar2.config import LoadedRecipe, Recipe, load_recipe, render_recipe
-from rstar2.config.preflight import preflight
+from rstar2.config.preflight import BUILT_IN, preflight
 from rstar2.errors import RecipeError, UserError
 from rstar2.plugins import folder_of, load_function, make_importable
 from rstar2.record import RunDirectory, is_finished, read_evaluations
@@ -341,7 +341,7 @@ def _supervise(
 
 def _real_pipeline(recipe: Recipe) -> Pipeline:
     """The controller; it imports torch, so only after all checks."""
-    if recipe.model.path in ("tiny", "smollm2") or Path(recipe.model.path).is_dir():
+    if recipe.model.path in BUILT_IN or Path(recipe.model.path).is_dir():
         # Progress bars for loading local files would garble the view.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("TQDM_DISABLE", "1")

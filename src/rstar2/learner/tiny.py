@@ -23,7 +23,7 @@ from rstar2.problems.arithmetic import (
 )
 
 if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 VOCABULARY = 768
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
@@ -118,7 +118,7 @@ def make_tiny(directory: Path, seed: int) -> None:
 
 
 def write_model(
-    directory: Path, tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM
+    directory: Path, tokenizer: PreTrainedTokenizerFast, model: PreTrainedModel
 ) -> None:
     """Write a transformers directory without the progress bar that `save_pretrained` shows."""
     from safetensors.torch import save_file

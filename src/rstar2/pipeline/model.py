@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,23 +16,25 @@ if TYPE_CHECKING:
     from rstar2.cluster.ray_cluster import RayCluster
     from rstar2.learner.group import LearnerGroup
 
-TINY, SMOLLM2 = "tiny", "smollm2"
-
 
 def find_model(recipe: Recipe, directory: Path) -> Path | str:
-    """The directory or hub id of the initial policy; `tiny` and `smollm2` are made here."""
-    if recipe.model.path not in (TINY, SMOLLM2):
-        return recipe.model.path
+    """The directory or hub id of the initial policy; models with a short name are made here."""
+    from rstar2.learner.gemma3 import make_gemma3
     from rstar2.learner.smollm2 import make_smollm2
     from rstar2.learner.tiny import make_tiny
 
+    makers: dict[str, Callable[[Path], None]] = {
+        "tiny": lambda path: make_tiny(path, recipe.seed),
+        "smollm2": make_smollm2,
+        "gemma3-270m": make_gemma3,
+    }
+    make = makers.get(recipe.model.path)
+    if make is None:
+        return recipe.model.path
     path = directory / "model"
     if not path.exists():
         with replacing_directory(path) as temporary:
-            if recipe.model.path == TINY:
-                make_tiny(temporary, recipe.seed)
-            else:
-                make_smollm2(temporary)
+            make(temporary)
     return path
 
 

@@ -14,6 +14,7 @@ TOOL_PARSER = "hermes"
 _BUILT_IN = {
     "tiny": ("a model of rstar2, initialised from the seed", "mit"),
     "smollm2": ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"),
+    "gemma3-270m": ("google/gemma-3-270m", "gemma"),
 }
 """Models that rstar2 makes itself: what they are, and their licence."""
 
