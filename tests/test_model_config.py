@@ -92,6 +92,33 @@ def test_the_rest_of_the_file(tmp_path: Path) -> None:
     assert (full.max_length, full.dtype, full.sliding_window) == (512, "bfloat16", 64)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"sliding_window": 64, "query_pre_attn_scalar": 128, "num_hidden_layers": 7},
+        {"layer_types": ["full_attention", "sliding_attention"], "head_dim": 32},
+    ],
+    ids=["defaults", "seven layers", "given"],
+)
+def test_a_gemma3_is_read_as_transformers_reads_it(tmp_path: Path, fields: dict[str, Any]) -> None:
+    from transformers import AutoConfig
+
+    ours = read(tmp_path, "gemma3_text", **fields)
+    theirs = AutoConfig.from_pretrained(tmp_path, local_files_only=True)
+    assert ours.shape.head_dim == theirs.head_dim
+    assert ours.shape.kv_heads == theirs.num_key_value_heads
+    assert ours.shape.tied == theirs.tie_word_embeddings
+    assert ours.layer_types == tuple(theirs.layer_types)
+    assert ours.sliding_window == theirs.sliding_window
+    assert ours.query_scale == theirs.query_pre_attn_scalar
+    assert ours.activation == theirs.hidden_activation
+    ropes = theirs.rope_parameters
+    assert ours.rope.theta == ropes["full_attention"]["rope_theta"]
+    assert ours.sliding_rope is not None
+    assert ours.sliding_rope.theta == ropes["sliding_attention"]["rope_theta"]
+
+
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no config\.json"):
         read_model_config(tmp_path)
