@@ -73,9 +73,9 @@ $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt scripts/install_vllm.py
 test-vllm: $(VLLM_INSTALLED)  ## run the tests against real vLLM servers on this machine's CPU
 	OMP_NUM_THREADS=1 $(RETRY) $(VLLM)/bin/pytest tests/vllm
 
-# verl's requirements exclude our version of transformers; its tool interface needs only these.
+# verl's requirements exclude our version of transformers; its tools and load balancers need only these.
 VERL := verl==0.9.1 tensordict==0.10.0 codetiming==1.4.0 pyvers==0.2.3 cloudpickle==3.1.2 \
-	orjson==3.13.0 omegaconf==2.4.0
+	orjson==3.13.0 omegaconf==2.4.0 cachetools==8.0.0 fastapi==0.162.7
 
 $(RAY_INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(RAY)
@@ -84,7 +84,7 @@ $(RAY_INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 test-cluster: $(RAY_INSTALLED)  ## run the tests on a two-node Ray cluster on this machine, and verl's
-	OMP_NUM_THREADS=1 $(RETRY) $(RAY)/bin/pytest tests/cluster tests/trainers/test_verl.py
+	OMP_NUM_THREADS=1 $(RETRY) $(RAY)/bin/pytest tests/cluster tests/trainers/test_verl.py tests/trainers/test_verl_balancer.py
 
 lint: $(INSTALLED)  ## run ruff and mypy
 	$(BIN)/ruff check .
