@@ -163,6 +163,39 @@ def test_rollouts_that_peak_at_different_times_share_the_room() -> None:
     assert many > 1.5 * few
 
 
+def _full_engine() -> Scheduler:
+    """Three rollouts with 300 tokens each on e0; the next turn of g/0 has 320 and does not fit."""
+    made = scheduler(1000, policy="reserve")
+    for name in ("g/0", "g/1", "g/2"):
+        ask(made, name, limit=330)
+    assert placed(made) == dict.fromkeys(("g/0", "g/1", "g/2"), "e0")
+    made.turn_ended("g/0", 300)  # after 290 steps, so the others have 300 tokens too
+    ask(made, "g/0", prompt=320, limit=330)
+    ask(made, "h/0", limit=330)
+    assert placed(made) == {}, "320 + 2 x 300 + 3 x 32 steps exceed 1000, and h/0 is new"
+    return made
+
+
+def test_turns_wait_for_room_and_the_one_with_most_left_starts_first() -> None:
+    made = _full_engine()
+    made.turn_ended("g/1", 300)
+    ask(made, "g/1", prompt=305, limit=330)
+    assert placed(made) == {"g/1": "e0"}, "with 305 + 300 + 2 x 32; then g/0 still does not fit"
+    made.turn_ended("g/2", 300)
+    made.end("g/2")
+    assert placed(made)["g/0"] == "e0"
+
+
+def test_turns_that_wait_for_room_leave_an_engine_that_is_lost() -> None:
+    for back in (False, True):
+        made = _full_engine()
+        made.engine_lost("e0")
+        name = "e0" if back else "e1"
+        made.join(name, capacity(1000), 0)
+        begun = dict.fromkeys(("g/0", "g/1", "g/2"), name)
+        assert begun.items() <= placed(made).items()
+
+
 def test_turn_moves_off_a_slow_engine_once_nothing_new_is_left() -> None:
     made = scheduler(40_000, 40_000, policy="reserve")
     for index in range(2):

@@ -2,9 +2,10 @@
 
 Rules, in the order in which they are applied:
 
-1. **Order.** Turns of begun rollouts come before new rollouts, older rollouts before younger ones.
-   They always start, on the engine with their prefix, as soon as it has a sequence slot. New
-   rollouts are admitted in the order of their groups.
+1. **Order.** Turns of begun rollouts come before new rollouts. They start on the engine with their
+   prefix as soon as it has a sequence slot and room: a turn that starts in a full cache is the next
+   one that the engine preempts. Those with the fewest tokens start first: they have the most steps
+   left, so they would end last. New rollouts are admitted in the order of their groups.
 2. **Admission.** A new rollout is admitted to an engine if it saves more time there than it is
    expected to cost. It is the last to arrive, so it is the first that the engine preempts when the
    cache overflows. Until then it runs for some steps, and each of them saves its share of a step's
@@ -26,13 +27,15 @@ Rules, in the order in which they are applied:
    (`ToolWaits`) lose their place, the longest wait first.
 6. **Feedback.** KV use that an engine reports above its forecast is subtracted from its capacity.
    KV use below the sum of its running rollouts shows how much of their prompts they share; half of
-   that part is not counted twice. An engine with a queue of its own gets no new rollout.
+   that part is not counted twice. An engine with a queue of its own, or with turns that wait for
+   room there, gets no new rollout.
 
 A rollout reserves its part of the expected peak. Reservations never exceed the cache: where the
 expected peak does, all are reduced in proportion.
 
-No starvation: begun rollouts wait only for a sequence slot, and new rollouts are never overtaken by
-younger ones. An engine without rollouts takes any that it could hold alone.
+No starvation: while a begun rollout waits for room on its engine no new one starts there, so those
+before it are finite; new rollouts are never overtaken by younger ones. An engine on which nothing
+runs takes any rollout that it could hold alone.
 """
 
 from __future__ import annotations
@@ -69,6 +72,8 @@ SHARING_SMOOTHING = 0.2
 """Weight of one report in the estimate of shared prompt tokens."""
 SHARING_TRUST = 0.5
 """The part of the estimated sharing that is not counted twice."""
+HEADROOM_STEPS = 32
+"""A turn has room if it and all that run there can make this many steps."""
 CHURN = 0.25
 """The part of a preempted rollout's tokens that is no longer cached when it resumes."""
 SHORT = 0.8
@@ -165,14 +170,14 @@ class ReservePolicy:
         return placements
 
     def _continue_begun(self, state: SchedulerState) -> list[Placement]:
-        """Start waiting turns of begun rollouts, oldest first.
+        """Start waiting turns of begun rollouts.
 
-        Turns that wait for the same engine have the same needs: once one of them cannot start,
-        the younger ones are not looked at. So a decision costs as much with a long queue as with
+        Once one of those that wait for the same engine cannot start, the others, which need as
+        much room or more, are not looked at. So a decision costs as much with a long queue as with
         a short one.
         """
         placements: list[Placement] = []
-        queues = state.oldest_begun()
+        queues = state.first_begun()
         heapify(queues)
         while queues:
             _, home = heappop(queues)
@@ -186,15 +191,16 @@ class ReservePolicy:
         return placements
 
     def _continue(self, state: SchedulerState, name: str) -> Placement | None:
-        """Start the next turn of a begun rollout; None if there is no sequence slot."""
+        """Start the next turn of a begun rollout; None if there is no sequence slot or no room."""
         session = state.sessions[name]
         home = session.engine
         if home is not None and state.serves(home):
             here = self._outlook(state, home)
-            if here.stays == name and not here.engine.has_slot:
+            has_room = self._has_room(session, here)
+            if here.stays == name and not has_room:
                 return None
             placement = self._move(state, name, home)
-            if placement is None and here.engine.has_slot:
+            if placement is None and has_room:
                 return state.start(name, home, None)
             here.stays = name
             return placement
@@ -215,6 +221,16 @@ class ReservePolicy:
         )
         return self._start(state, name, target, demand)
 
+    def _has_room(self, session: SessionState, outlook: EngineOutlook) -> bool:
+        """Whether the turn and all that run there can make HEADROOM_STEPS; alone it always may."""
+        engine = outlook.engine
+        running = len(engine.running)
+        if not running or not engine.has_slot:
+            return engine.has_slot
+        shared = SHARING_TRUST * outlook.sharing * session.first_prompt * running
+        growth = HEADROOM_STEPS * (running + 1)
+        return engine.running_tokens + session.tokens - shared + growth <= outlook.total
+
     def _admit(self, state: SchedulerState, name: str) -> Placement | None:
         """Start a new rollout where that pays."""
         session = state.sessions[name]
@@ -226,7 +242,8 @@ class ReservePolicy:
             for place, outlook in enumerate(outlooks)
             if outlook.engine.has_slot and request.limit <= outlook.total
             if outlook.refused is None or outlook.refused != request
-            if not outlook.queued or not outlook.demands
+            if not outlook.demands
+            or not (outlook.queued or state.next_begun(outlook.name) is not None)
         ]
         demand, fleet = None, None
         for _, _, place in sorted(candidates):

@@ -173,7 +173,8 @@ class EngineState:
 
     budget: KvBudget
     version: WeightVersion
-    running: set[str] = field(default_factory=set)
+    running: dict[str, int] = field(default_factory=dict)
+    """Sessions whose turns run here; their tokens at the start minus the engine's steps then."""
     holding: set[str] = field(default_factory=set)
     """Sessions with their prefix here whose tools run."""
     resident: dict[str, None] = field(default_factory=dict)
@@ -182,6 +183,22 @@ class EngineState:
     """A lower bound on the decoding steps made so far."""
     draining: bool = False
     preemptions: int = 0
+    _before: int = 0
+    """The sum over `running`."""
+
+    def run(self, name: str, tokens: int) -> None:
+        """A turn with so many tokens starts."""
+        self.running[name] = tokens - self.steps
+        self._before += self.running[name]
+
+    def stop(self, name: str) -> None:
+        """The turn no longer runs; nothing happens if it did not."""
+        self._before -= self.running.pop(name, 0)
+
+    @property
+    def running_tokens(self) -> int:
+        """Tokens of all running turns by now, estimated from the engine's steps."""
+        return self._before + len(self.running) * self.steps
 
     @property
     def has_slot(self) -> bool:
@@ -200,8 +217,11 @@ class SchedulerState:
         self.speeds: dict[str, EngineSpeed] = {}
         """What was learnt of every engine's speed since it started."""
         self.waits = ToolWaits()
-        self._begun: dict[str | None, list[tuple[Rank, str]]] = {}
-        """Waiting turns of begun rollouts, a heap for every engine that has their prefix."""
+        self._begun: dict[str | None, list[tuple[int, Rank, str]]] = {}
+        """Waiting turns of begun rollouts, a heap for every engine that has their prefix.
+
+        Those with the fewest tokens come first; without an engine, the oldest.
+        """
         self._new: list[tuple[Rank, str]] = []
 
     # ------------------------------------------------------------------ queries
@@ -235,20 +255,24 @@ class SchedulerState:
         session.phase = Phase.WAITING
         if session.engine is not None:
             self.engines[session.engine].holding.discard(name)
-        queue = self._begun.setdefault(session.engine, []) if session.begun else self._new
-        heappush(queue, (session.rank, name))
+        if session.begun:
+            tokens = session.tokens if session.engine is not None else 0
+            queue = self._begun.setdefault(session.engine, [])
+            heappush(queue, (tokens, session.rank, name))
+        else:
+            heappush(self._new, (session.rank, name))
 
     def pop_begun(self) -> list[str]:
         """Remove and return the turns of begun rollouts, oldest first.
 
         The caller puts back with `enqueue` what cannot start.
         """
-        entries = sorted(entry for queue in self._begun.values() for entry in queue)
+        entries = sorted((rank, name) for queue in self._begun.values() for _, rank, name in queue)
         self._begun.clear()
         return [name for rank, name in entries if self._current(rank, name)]
 
-    def oldest_begun(self) -> list[tuple[Rank, str | None]]:
-        """The oldest waiting turn of every engine that has prefixes of waiting turns.
+    def first_begun(self) -> list[tuple[Rank, str | None]]:
+        """The first waiting turn of every engine that has prefixes of waiting turns.
 
         Each with its engine; None stands for the turns whose prefix is on no engine.
         """
@@ -256,10 +280,10 @@ class SchedulerState:
         return [(head[0], home) for head, home in heads if head is not None]
 
     def next_begun(self, home: str | None) -> tuple[Rank, str] | None:
-        """The oldest waiting turn with its prefix on `home`. It stays until it starts."""
+        """The first waiting turn with its prefix on `home`. It stays until it starts."""
         queue = self._begun.get(home, [])
         while queue:
-            rank, name = queue[0]
+            _, rank, name = queue[0]
             if self._current(rank, name) and self.sessions[name].engine == home:
                 return rank, name
             heappop(queue)
@@ -299,7 +323,7 @@ class SchedulerState:
             self.evict(name)
         if reserve is not None:
             engine.budget.resize(name, reserve)
-        engine.running.add(name)
+        engine.run(name, session.tokens)
         engine.resident[name] = None
         session.engine, session.phase, session.begun = engine_name, Phase.RUNNING, True
         session.last_engine = engine_name
@@ -323,7 +347,7 @@ class SchedulerState:
         if home is None:
             return
         engine = self.engines[home]
-        engine.running.discard(name)
+        engine.stop(name)
         engine.holding.discard(name)
         del engine.resident[name]
         if engine.budget.held(name):
@@ -334,7 +358,7 @@ class SchedulerState:
         engine = self.engines.pop(engine_name)
         for name in engine.resident:
             self.sessions[name].engine = None
-        for rank, name in self._begun.pop(engine_name, []):
+        for _, rank, name in self._begun.pop(engine_name, []):
             if self._current(rank, name):
                 self.enqueue(name)
         handed_back = sorted(engine.running, key=lambda name: self.sessions[name].rank)
@@ -347,5 +371,5 @@ class SchedulerState:
         session = self.sessions[name]
         session.phase, session.holding_since = Phase.HOLDING, now
         if session.engine is not None:
-            self.engines[session.engine].running.discard(name)
+            self.engines[session.engine].stop(name)
             self.engines[session.engine].holding.add(name)
