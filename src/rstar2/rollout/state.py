@@ -267,7 +267,8 @@ class SchedulerState:
 
         The caller puts back with `enqueue` what cannot start.
         """
-        entries = sorted((rank, name) for queue in self._begun.values() for _, rank, name in queue)
+        # a turn that has moved may still have an entry with the engine that it left
+        entries = sorted({(rank, name) for q in self._begun.values() for _, rank, name in q})
         self._begun.clear()
         return [name for rank, name in entries if self._current(rank, name)]
 
