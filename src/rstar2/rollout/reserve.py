@@ -197,7 +197,7 @@ class ReservePolicy:
         if home is not None and state.serves(home):
             here = self._outlook(state, home)
             has_room = self._has_room(session, here)
-            if here.stays == name and not has_room:
+            if here.stays == name and not here.engine.has_slot:
                 return None
             placement = self._move(state, name, home)
             if placement is None and has_room:
