@@ -84,7 +84,7 @@ $(RAY_INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 test-cluster: $(RAY_INSTALLED)  ## run the tests on a two-node Ray cluster on this machine, and verl's
-	OMP_NUM_THREADS=1 $(RETRY) $(RAY)/bin/pytest tests/cluster tests/trainers/test_verl.py tests/trainers/test_verl_balancer.py
+	OMP_NUM_THREADS=1 $(RETRY) $(RAY)/bin/pytest tests/cluster tests/trainers/test_verl.py tests/router/test_verl.py
 
 lint: $(INSTALLED)  ## run ruff and mypy
 	$(BIN)/ruff check .

@@ -141,6 +141,14 @@ async def some(calls: list[asyncio.Task[ToolResult]], count: int) -> None:
             await asyncio.sleep(0.01)
 
 
+async def zygotes_and_workers(server: int) -> set[Process]:
+    """Those of a server, once it has workers: after a kill it takes a while to have new ones."""
+    async with asyncio.timeout(PATIENCE_S):
+        while len(levels := generations(server)) < 3:  # noqa: ASYNC110 (processes, no event)
+            await asyncio.sleep(0.01)
+    return levels[1] | levels[2]
+
+
 @all_interpreters
 async def test_killing_the_server_loses_no_call_and_leaves_no_orphan(client: CodeEnvClient) -> None:
     calls = flood(client, 80)
@@ -162,8 +170,7 @@ async def test_killing_workers_and_zygotes_loses_no_call(client: CodeEnvClient) 
     server = server_pid(client)
     for wanted in (10, 30):
         await some(calls, wanted)
-        _, zygotes, workers, *_ = generations(server)
-        for pid, _ in zygotes | workers:
+        for pid, _ in await zygotes_and_workers(server):
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:

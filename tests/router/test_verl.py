@@ -1,7 +1,8 @@
 """The load balancer for verl, loaded and called as verl's server client does, on a real Ray.
 
-As test_verl.py, it runs with `make test-cluster`. The servers' actors are scripted: they answer
-with as many tokens as asked for, without a GPU. Their metrics come over HTTP from scripted servers.
+As trainers/test_verl.py, it runs with `make test-cluster`. The servers' actors are scripted: they
+answer with as many tokens as asked for, without a GPU. Their metrics come over HTTP from scripted
+servers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # of verl and its dependencies, about themselves
     pytest.mark.skipif(find_spec("ray") is None, reason="verl needs Ray: make test-cluster"),
 ]
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "trainers"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class ScriptedActor:
@@ -49,7 +50,7 @@ def cluster() -> Iterator[Any]:
         num_cpus=4,
         include_dashboard=False,
         log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": f"{EXAMPLES}:{EXAMPLES.parents[1]}"}},
+        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
     )
     yield ray
     ray.shutdown()
@@ -67,15 +68,14 @@ async def servers() -> AsyncIterator[list[ScriptedVllm]]:
 
 @pytest.fixture
 def balancer(
-    cluster: Any, servers: list[ScriptedVllm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, servers: list[ScriptedVllm], tmp_path: Path
 ) -> Iterator[SimpleNamespace]:
     """verl's client with our balancer, made from the configuration file as verl makes it."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
     from verl.workers.rollout.llm_server import LLMServerClient
     from verl.workers.rollout.router import get_router_handle
 
     config = tmp_path / "router.yaml"
-    config.write_text("router_class: verl_balancer.ScheduledServers\nmax_sequences: 8\n")
+    config.write_text("router_class: rstar2.router.verl.ScheduledServers\nmax_sequences: 8\n")
     scripted = cluster.remote(num_cpus=0)(ScriptedActor)
     actors = {server.name: scripted.remote() for server in servers}
     handle = get_router_handle(actors, router_config_path=str(config))

@@ -1,8 +1,8 @@
-"""verl: rstar2's rollout scheduler as verl's load balancer.
+"""The scheduler as a load balancer for verl. Only verl imports this module; it needs Ray.
 
 In verl's configuration `actor_rollout_ref.rollout.router_config_path` names a file with
 
-    router_class: verl_balancer.ScheduledServers
+    router_class: rstar2.router.verl.ScheduledServers
     max_sequences: 256   # the servers' max_num_seqs
     idle_s: 60           # a rollout without a turn for this time counts as ended
 
@@ -40,7 +40,7 @@ MOST_WAITING = 1_000_000
 
 
 @dataclass(slots=True)
-class _Server:
+class _BalancedServer:
     """One of verl's servers."""
 
     handle: Any
@@ -60,7 +60,7 @@ class _Server:
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class _AcquiredTurn:
     """A turn that runs."""
 
     session: str
@@ -71,16 +71,16 @@ class _Turn:
     """The server's steps when it started."""
 
 
-class Balancer:
+class SchedulerBalancer:
     """verl's `RequestLoadBalancer`; `ScheduledServers` is the Ray actor of it."""
 
     def __init__(self, servers: dict[str, Any], config: dict[str, Any]) -> None:
         self.scheduler = Scheduler(SchedulerConfig())
         self._max_sequences = int(config.get("max_sequences", 256))
         self._idle_s = float(config.get("idle_s", 60.0))
-        self._servers: dict[str, _Server] = {}
+        self._servers: dict[str, _BalancedServer] = {}
         self._placed: dict[str, asyncio.Future[Placement]] = {}
-        self._turns: dict[str, list[_Turn]] = {}
+        self._turns: dict[str, list[_AcquiredTurn]] = {}
         """Running turns by request; more than one only if a request repeats its id."""
         self._used: dict[str, float] = {}
         """When the sessions without a running turn had their last one."""
@@ -121,7 +121,7 @@ class Balancer:
         finally:
             del self._placed[session]
         server = self._servers[name]
-        turn = _Turn(session, name, prompt, most, server.steps_at(monotonic()))
+        turn = _AcquiredTurn(session, name, prompt, most, server.steps_at(monotonic()))
         self._turns.setdefault(request_id, []).append(turn)
         return name, server.handle
 
@@ -146,7 +146,7 @@ class Balancer:
         """They take turns once they have told their size."""
         for name, handle in servers.items():
             backend = Backend(f"http://{name}", self._max_sequences)
-            self._servers[name] = _Server(handle, backend)
+            self._servers[name] = _BalancedServer(handle, backend)
 
     async def remove_servers(self, server_ids: list[str]) -> None:
         """They take no more turns; verl aborts those that run there."""
@@ -203,7 +203,7 @@ class Balancer:
                 server.watch = asyncio.ensure_future(self._watch(server))
         await asyncio.gather(*(server.asked.wait() for server in self._servers.values()))
 
-    async def _watch(self, server: _Server) -> None:
+    async def _watch(self, server: _BalancedServer) -> None:
         """Tell the scheduler the size and, once a second, the load of a server."""
         name = next(name for name, other in self._servers.items() if other is server)
         while True:
@@ -225,4 +225,4 @@ class Balancer:
             await asyncio.sleep(POLL_S)
 
 
-ScheduledServers = ray.remote(max_concurrency=MOST_WAITING)(Balancer)
+ScheduledServers = ray.remote(max_concurrency=MOST_WAITING)(SchedulerBalancer)
