@@ -42,8 +42,9 @@ DEFAULT_DEADLINE_S = 600.0
 TEARDOWN_S = 1.0
 """The kernel may need long to end processes with many mappings. A worker waits this long for them,
 then answers and asks to be replaced."""
-WORKER_GRACE_S = 3.0
-"""A worker that has not answered this long after a call's wall limit hangs and is killed."""
+WORKER_GRACE_S = 10.0
+"""A worker that has not answered this long after a call's wall limit hangs and is killed. On a busy
+machine one that ends many processes is late by seconds, and its call would run twice."""
 EXIT_REPORT_S = 5.0
 """How long the executor waits for the zygote to report why a worker ended."""
 SESSION_COPY_S = 10.0
