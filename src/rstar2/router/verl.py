@@ -189,7 +189,9 @@ class SchedulerBalancer:
 
     def _decide(self) -> None:
         for placement in self.scheduler.decide(monotonic()).placements:
-            self._placed[placement.session].set_result(placement)
+            future = self._placed[placement.session]
+            if not future.done():  # a cancelled call is about to end its session
+                future.set_result(placement)
 
     def _end_idle(self, before: float) -> None:
         for session in [name for name, used in self._used.items() if used <= before]:
