@@ -52,6 +52,7 @@ TINY = (
 SMOLLM2 = (
     "sft=null",
     "rl.stages=[{name: rl, steps: 28, max_length: 256, max_turns: 3}]",
+    "evaluation.count=120",
 )
 
 Columns = dict[str, list[float | None]]
@@ -284,7 +285,7 @@ def smollm2_bfloat16_page(cells: Cells) -> str:
         "SmolLM2-135M in bfloat16 beside float32",
         "`recipes/smollm2-135m.yaml`, RL",
         "smollm2-bfloat16",
-        problems=32,
+        problems=120,
         width=7,
     )
 
@@ -368,7 +369,7 @@ The learning rate is 4e-5 for all weights and 4e-4 for LoRA; neither was tuned.
 
 {COMMAND.format("smollm2-lora")}
 
-Mean reward of the rollouts, then accuracy on 32 held-out problems with 95% intervals:
+Mean reward of the rollouts, then accuracy on 120 held-out SVAMP problems with 95% intervals:
 
 {rewards(cells, 7)}
 
