@@ -51,7 +51,7 @@ TINY = (
 )
 SMOLLM2 = (
     "sft=null",
-    "rl.stages=[{name: rl, steps: 28, max_length: 256, max_turns: 3}]",
+    "rl.stages=[{name: rl, steps: 20, max_length: 256, max_turns: 3}]",
     "evaluation.count=120",
 )
 
@@ -286,7 +286,7 @@ def smollm2_bfloat16_page(cells: Cells) -> str:
         "`recipes/smollm2-135m.yaml`, RL",
         "smollm2-bfloat16",
         problems=120,
-        width=7,
+        width=5,
     )
 
 
@@ -371,7 +371,7 @@ The learning rate is 4e-5 for all weights and 4e-4 for LoRA; neither was tuned.
 
 Mean reward of the rollouts, then accuracy on 120 held-out SVAMP problems with 95% intervals:
 
-{rewards(cells, 7)}
+{rewards(cells, 5)}
 
 ![Reward, tool errors, entropy and length by step](smollm2-lora.svg)
 """
