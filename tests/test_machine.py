@@ -1,4 +1,4 @@
-"""The cores that this process may use: affinity and CPU quotas of control groups."""
+"""What is recorded about a process and its machine: the command, affinity and CPU quotas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import pytest
 
 from rstar2.codeenv.server.executor import WorkerExecutor
 from rstar2.config import CodeEnvConfig
-from rstar2.machine import cpu_quota, usable_cores
+from rstar2.machine import cpu_quota, typed_command, usable_cores
+
+
+def test_the_command_is_shown_as_it_is_typed() -> None:
+    assert typed_command(["/usr/bin/rstar2", "train", "tiny"]) == ["rstar2", "train", "tiny"]
+    package = "/lib/rstar2/__main__.py"
+    assert typed_command([package, "train"]) == ["python", "-m", "rstar2", "train"]
 
 
 def test_slots_follow_the_affinity_of_the_process() -> None:

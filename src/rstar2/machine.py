@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,16 @@ def describe() -> dict[str, Any]:
         "cores": usable_cores(),
         "memory_gb": round(total_memory() / 2**30, 1),
         "gpu": _gpu_driver(),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": typed_command(sys.argv),
     }
+
+
+def typed_command(argv: Sequence[str]) -> list[str]:
+    """The command that started a process, as a person would type it."""
+    program = Path(argv[0])
+    if program.name == "__main__.py":  # python -m PACKAGE
+        return ["python", "-m", program.parent.name, *argv[1:]]
+    return [program.name, *argv[1:]]
 
 
 def usable_cores() -> int:

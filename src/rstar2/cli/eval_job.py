@@ -18,6 +18,7 @@ from rich.console import Console
 from rstar2.cli.waiting import waiting
 from rstar2.config import Recipe, SamplingConfig
 from rstar2.errors import UserError
+from rstar2.machine import typed_command
 from rstar2.types import encode
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ def supervised(work: Callable[[], Awaitable[T]]) -> T:
     except asyncio.CancelledError:
         if not stopped:
             raise
-        again = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        again = shlex.join(typed_command(sys.argv))
         progress.print(f"stopped. To resume: [bold]{again}[/]")
         raise typer.Exit(128 + stopped[0]) from None
 

@@ -23,6 +23,7 @@ from rstar2.cli.waiting import waiting
 from rstar2.config import LoadedRecipe, Recipe, load_recipe, render_recipe
 from rstar2.config.preflight import BUILT_IN, preflight
 from rstar2.errors import RecipeError, UserError
+from rstar2.machine import typed_command
 from rstar2.plugins import folder_of, load_function, make_importable
 from rstar2.record import RunDirectory, is_finished, read_evaluations
 from rstar2.track import check_trackers
@@ -352,4 +353,4 @@ def _real_pipeline(recipe: Recipe) -> Pipeline:
 
 def again(argv: list[str]) -> list[str]:
     """The command that resumes this run."""
-    return [Path(argv[0]).name, *(word for word in argv[1:] if word != "--fresh")]
+    return [word for word in typed_command(argv) if word != "--fresh"]
