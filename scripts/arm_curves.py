@@ -337,7 +337,7 @@ was {most:.2f}.
 
 def lora_page(cells: Cells) -> str:
     size = cells["lora-32"].mean("weights/megabytes")
-    return f"""# LoRA beside full training on the tiny recipe
+    return f"""# LoRA learns the tiny recipe as full training does
 
 The tiny recipe, RL from the same SFT weights ({start(cells)}), one seed.
 Full training has a learning rate of 7e-4, LoRA (all linear layers of the decoder, alpha twice the
