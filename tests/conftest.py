@@ -32,7 +32,7 @@ SERVED = {
 }
 """Files that share the server of `served_url`: all of them run on one worker."""
 
-SLOW_FIXTURES = {"finished", "trained", "browser", "shared_cell", "installed"}
+SLOW_FIXTURES = {"finished", "browser", "shared_cell", "installed"}
 """Fixtures that train a model, start a browser or an attack cell, or build a wheel."""
 
 SLOW_FILES = {
