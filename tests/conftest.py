@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,13 @@ from tests.commands import codeenv_command
 ROOT = Path(__file__).resolve().parents[1]
 
 LONGEST_FIRST = (
-    *("e2e", "evaluate", "attacks", "test_doc_commands.py", "learner", "viewer", "faults"),
+    *("attacks", "e2e", "evaluate", "test_doc_commands.py", "learner", "viewer", "faults"),
     *("trainers", "engine", "codeenv"),
 )
 """Folders and files that start first, so that no worker begins a long one when others finish."""
+
+FIRST = "test_killed_again_and_again_it_ends_with_the_same_numbers"
+"""The longest of all makes `finished`, for which the others would wait: they begin with attacks."""
 
 SPREAD = ("e2e",)
 """Folders whose tests share no fixture but `finished`: each of them may run on any worker."""
@@ -32,7 +37,7 @@ SERVED = {
 }
 """Files that share the server of `served_url`: all of them run on one worker."""
 
-SLOW_FIXTURES = {"finished", "trained", "browser", "shared_cell", "installed"}
+SLOW_FIXTURES = {"finished", "browser", "shared_cell", "installed"}
 """Fixtures that train a model, start a browser or an attack cell, or build a wheel."""
 
 SLOW_FILES = {
@@ -42,11 +47,17 @@ SLOW_FILES = {
     *("learner/test_fake_cuda.py", "learner/test_gradients.py", "learner/test_loading.py"),
     *("learner/test_lora.py", "engine/test_batcher.py", "agent/test_exported.py"),
     *("environments/test_identity.py", "reward/test_math_equal.py"),
+    *("learner/test_gemma3.py", "learner/test_logprobs.py", "learner/test_sft.py"),
+    *("learner/test_token_values.py", "learner/test_weights.py", "codeenv/test_mcp.py"),
+    "entropy/test_run.py",
 }
-"""Files whose tests start servers, engines or learner ranks, or compare whole models."""
+"""Files whose tests start servers, engines or learner ranks, train or compare whole models, or need
+a package that takes long to import."""
 
-ALL_SLOW = "\npytestmark = pytest.mark.slow\n"
+ALL_SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow\b", re.MULTILINE)
 """The line of a file whose tests are all slow."""
+
+gc.disable()  # until all test files are imported, nothing of which is ever freed
 
 # Settings of the person who runs the tests change no outcome: where a server is, colours, sizes.
 for _name in (
@@ -74,7 +85,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != "not slow" or not collection_path.name.startswith("test_"):
         return None
     file = str(collection_path.relative_to(ROOT / "tests"))
-    return file in SLOW_FILES or ALL_SLOW in collection_path.read_text() or None
+    listed = file in SLOW_FILES or file.startswith("attacks/")
+    return listed or bool(ALL_SLOW.search(collection_path.read_text())) or None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -89,17 +101,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}
 
-    def order(item: pytest.Item) -> tuple[bool, int, bool]:
-        """Files without slow tests come last and fill the workers until all of them end.
-
-        Of the spread tests, those without `finished` come first: others wait for it.
-        """
-        assert isinstance(item, pytest.Function)
-        folder = _folder(item)
-        waits = folder in SPREAD and "finished" in item.fixturenames
-        return item.path not in slow_files, rank.get(folder, len(rank)), waits
+    def order(item: pytest.Item) -> tuple[bool, bool, int]:
+        """Files without slow tests come last and fill the workers until all of them end."""
+        return (
+            item.name != FIRST,
+            item.path not in slow_files,
+            rank.get(_folder(item), len(rank)),
+        )
 
     items.sort(key=order)
+
+
+def pytest_collection_finish() -> None:
+    """Garbage collections leave out what was imported: more than a million objects."""
+    gc.freeze()
+    gc.enable()
 
 
 class SharedFixtureScheduling(LoadScopeScheduling):  # type: ignore[misc]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
-from transformers import AutoTokenizer
 
 from rstar2.agent.template import Template
+from rstar2.agent.tokenizer import load_tokenizer
 from rstar2.config import TemplateConfig
 from rstar2.endpoint.server import EndpointServer
 from rstar2.engine.embedded import EmbeddedEngine
@@ -18,7 +17,7 @@ from rstar2.engine.embedded import EmbeddedEngine
 
 @pytest.fixture(scope="session")
 def template(tiny_dir: Path) -> Template:
-    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_dir)
+    tokenizer = load_tokenizer(tiny_dir)
     return Template(tokenizer, TemplateConfig(system="none", instruction="none"))
 
 

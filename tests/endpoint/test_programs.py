@@ -15,9 +15,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
-from openai import AsyncOpenAI
 
 from rstar2.agent.loop import RolloutSpec
 from rstar2.agent.template import Template
@@ -134,6 +132,8 @@ def run(server: EndpointServer, template: Template) -> Run:
 
 
 async def answer(base_url: str, api_key: str, problem: Problem) -> str:
+    from openai import AsyncOpenAI
+
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         messages: Any = [{"role": "user", "content": problem.prompt}]
         reply = await client.chat.completions.create(model="policy", messages=messages)
@@ -283,6 +283,8 @@ def after_the_limit(error: Exception) -> Any:
     """A program that reaches its limit of turns, and then fails for another reason."""
 
     async def program(base_url: str, api_key: str, problem: Problem) -> float:
+        import openai
+
         with contextlib.suppress(openai.BadRequestError):
             await insisting(base_url, api_key, problem)
         raise error
@@ -291,11 +293,13 @@ def after_the_limit(error: Exception) -> Any:
 
 
 async def unreachable_judge(base_url: str, api_key: str, problem: Problem) -> float:
+    import openai
+
     with contextlib.suppress(openai.BadRequestError):
         await insisting(base_url, api_key, problem)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
-    async with AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as judge:
+    async with openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as judge:
         await judge.chat.completions.create(model="judge", messages=HI)
     return 1.0
 

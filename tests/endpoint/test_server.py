@@ -8,12 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
-from openai import AsyncOpenAI
 
 from rstar2.agent.loop import RolloutSpec
 from rstar2.agent.template import Template
@@ -23,6 +21,9 @@ from rstar2.endpoint.server import EndpointServer, RolloutEndpoint
 from rstar2.errors import EngineError
 from rstar2.types import Generation, StopReason
 from tests.endpoint.scripted import Script
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -46,6 +47,8 @@ def make(template: Template) -> MakeRollout:
 
 
 def client_of(rollout: RolloutEndpoint) -> AsyncOpenAI:
+    from openai import AsyncOpenAI
+
     return AsyncOpenAI(base_url=rollout.base_url, api_key="any", max_retries=2)
 
 
@@ -126,6 +129,8 @@ async def test_several_choices_are_several_segments(
 async def test_a_refusal_is_a_bad_request_that_leaves_no_trace(
     server: EndpointServer, make: MakeRollout
 ) -> None:
+    import openai
+
     rollout = make("fine")
     async with server.rollout(rollout), client_of(rollout) as client:
         with pytest.raises(openai.BadRequestError, match="logprobs: not supported"):
@@ -139,6 +144,8 @@ async def test_a_refusal_is_a_bad_request_that_leaves_no_trace(
 async def test_limits_of_the_rollout_are_refusals_that_end_it(
     server: EndpointServer, make: MakeRollout
 ) -> None:
+    import openai
+
     long = make(max_length=9)
     async with server.rollout(long), client_of(long) as client:
         with pytest.raises(openai.BadRequestError, match="leaves no room for a reply") as refusal:
@@ -166,6 +173,8 @@ async def test_a_reply_has_no_more_tokens_than_asked(
 async def test_a_failed_engine_is_not_asked_again(
     server: EndpointServer, make: MakeRollout
 ) -> None:
+    import openai
+
     rollout = make(EngineError("no engine is left"))
     async with server.rollout(rollout), client_of(rollout) as client:
         for _ in range(2):
@@ -179,6 +188,8 @@ async def test_a_failed_engine_is_not_asked_again(
 async def test_a_url_ends_with_its_rollout_and_cannot_be_guessed(
     server: EndpointServer, make: MakeRollout
 ) -> None:
+    import openai
+
     rollout = make()
     async with server.rollout(rollout):
         base = rollout.base_url
@@ -186,7 +197,7 @@ async def test_a_url_ends_with_its_rollout_and_cannot_be_guessed(
         async with httpx.AsyncClient(timeout=120) as http:
             assert (await http.get(f"{guess}/models")).status_code == 404
             assert (await http.get(f"{base}/models")).status_code == 200
-    async with AsyncOpenAI(base_url=base, api_key="any") as client:
+    async with openai.AsyncOpenAI(base_url=base, api_key="any") as client:
         with pytest.raises(openai.NotFoundError, match="has ended"):
             await client.chat.completions.create(model="policy", messages=HI)
 
@@ -209,6 +220,8 @@ async def test_a_client_that_disconnects_leaves_no_trace(
 async def test_a_request_still_running_is_cancelled_with_its_rollout(
     server: EndpointServer, make: MakeRollout
 ) -> None:
+    import openai
+
     rollout = make(None)
     async with client_of(rollout):
         async with server.rollout(rollout):

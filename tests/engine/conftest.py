@@ -9,17 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+import transformers  # its classes are imported when they are used
 
 VOCABULARY = 96
 SHAPE: dict[str, Any] = {
@@ -48,26 +38,30 @@ YARN_ROPE = {
 }
 
 
-def _llama(**more: Any) -> LlamaForCausalLM:
-    return LlamaForCausalLM(LlamaConfig(**(SHAPE | {"head_dim": 16} | more)))
+def _llama(**more: Any) -> transformers.LlamaForCausalLM:
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**(SHAPE | {"head_dim": 16} | more))
+    )
 
 
-FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+FAMILIES: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "llama": lambda: _llama(tie_word_embeddings=True),
     "llama-biases-llama3": lambda: _llama(
         attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=False
     ),
-    "qwen2-one-kv-head-yarn": lambda: Qwen2ForCausalLM(
-        Qwen2Config(**(SHAPE | {"num_key_value_heads": 1}), rope_parameters=YARN_ROPE)
+    "qwen2-one-kv-head-yarn": lambda: transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(**(SHAPE | {"num_key_value_heads": 1}), rope_parameters=YARN_ROPE)
     ),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True)),
-    "qwen3-window": lambda: Qwen3ForCausalLM(
-        Qwen3Config(
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True)
+    ),
+    "qwen3-window": lambda: transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
             **SHAPE, head_dim=16, use_sliding_window=True, sliding_window=24, max_window_layers=1
         )
     ),
-    "gemma3": lambda: Gemma3ForCausalLM(
-        Gemma3TextConfig(
+    "gemma3": lambda: transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(
             **(SHAPE | {"num_hidden_layers": 3, "num_key_value_heads": 1}),
             head_dim=16,
             query_pre_attn_scalar=24,

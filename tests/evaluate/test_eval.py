@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ import pytest
 from rstar2.cli import main
 from rstar2.evaluate.store import answers_file, read_answers
 from rstar2.record import read_evaluations, read_groups
+from tests import forked_cli
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
@@ -45,12 +43,30 @@ def drawn(path: Path) -> dict[tuple[str, int], Any]:
     }
 
 
-@pytest.mark.parametrize("mode", ["greedy", "sampled"])
-def test_it_is_the_pipelines_own_number(trained: Path, tmp_path: Path, mode: str) -> None:
-    flags = ["--greedy"] if mode == "greedy" else []
-    call(trained, "--preset", "run", *flags, "--out", tmp_path / "e")
-    (own,) = [e for e in read_evaluations(trained) if e.mode == mode]
-    scores = results(tmp_path / "e")["scores"]["heldout"]
+@pytest.fixture(scope="module")
+def evaluations(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Evaluations that were never killed, of 8 problems: `greedy` of a run, which means its last
+    export, `sampled` of the export after SFT, and `whole`, which adds six answers per problem."""
+    root = tmp_path_factory.mktemp("evaluations")
+    call(finished, "--preset", "run", "--greedy", "--out", root / "greedy")
+    after_sft = (finished / "exports" / "sft", "--preset", "run")
+    call(*after_sft, "--out", root / "sampled")
+    shutil.copytree(root / "sampled", root / "whole")
+    call(*after_sft, "-k", 8, "--out", root / "whole")
+    return root
+
+
+@pytest.fixture(scope="module")
+def whole(evaluations: Path) -> Path:
+    return evaluations / "whole"
+
+
+@pytest.mark.parametrize(("stage", "mode"), [("hard", "greedy"), ("sft", "sampled")])
+def test_it_is_the_pipelines_own_number(
+    finished: Path, evaluations: Path, stage: str, mode: str
+) -> None:
+    (own,) = [e for e in read_evaluations(finished) if (e.stage, e.mode) == (stage, mode)]
+    scores = results(evaluations / mode)["scores"]["heldout"]
     assert scores["average"] == {
         "mean": own.accuracy.mean,
         "low": own.accuracy.low,
@@ -61,27 +77,26 @@ def test_it_is_the_pipelines_own_number(trained: Path, tmp_path: Path, mode: str
     assert scores["failing_calls_in_correct"] == own.failing_calls_in_correct
     rollouts = {
         (t.problem_id, index): [turn.sampled_ids for turn in t.turns]
-        for line in read_groups(trained, f"eval-sft-{mode}")
+        for line in read_groups(finished, f"eval-{stage}-{mode}")
         for index, t in enumerate(line.group.trajectories)
     }
-    assert {key: ids for key, (ids, _, _) in drawn(tmp_path / "e").items()} == rollouts
-
-
-@pytest.fixture(scope="module")
-def whole(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An evaluation that was never killed: 8 problems, 2 answers each, then 8 of the same."""
-    path = tmp_path_factory.mktemp("whole") / "e"
-    call(trained, "--preset", "run", "-k", 2, "--out", path)
-    (path.parent / "first.jsonl").write_bytes(answers_file(path, "heldout").read_bytes())
-    call(trained, "--preset", "run", "-k", 8, "--out", path)
-    return path
+    assert {key: ids for key, (ids, _, _) in drawn(evaluations / mode).items()} == rollouts
 
 
 def test_killed_in_the_middle_it_ends_with_the_same_result(
-    trained: Path, whole: Path, tmp_path: Path
+    finished: Path, whole: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "e"
-    words = ["eval", str(trained), "--preset", "run", "-k", "8", "--out", str(path)]
+    words = [
+        "eval",
+        str(finished / "exports" / "sft"),
+        "--preset",
+        "run",
+        "-k",
+        "8",
+        "--out",
+        str(path),
+    ]
     killed_after = kill_after(6, [*words, "--concurrency", "1"], answers_file(path, "heldout"))
     assert 6 <= killed_after < 64
     before = answers_file(path, "heldout").read_bytes()
@@ -97,21 +112,16 @@ def test_killed_in_the_middle_it_ends_with_the_same_result(
 
 def kill_after(count: int, words: list[str], file: Path) -> int:
     """Start the command in its own process and kill it, -9, once so many answers are there."""
-    started = subprocess.Popen(
-        [sys.executable, "-m", "rstar2", *words],
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    started = forked_cli.start(words, file.parents[2], file.parents[2] / "printed")
     ends = time.monotonic() + DEADLINE_S
     try:
         while (lines := _lines(file)) < count:
-            assert started.poll() is None, "it ended by itself"
+            assert started.exitcode is None, "it ended by itself"
             assert time.monotonic() < ends, "it never answered"
             time.sleep(0.005)
     finally:
-        started.send_signal(signal.SIGKILL)
-        started.wait(120)
+        started.kill()
+        started.join(DEADLINE_S)
     return max(lines, _lines(file))
 
 
@@ -119,8 +129,8 @@ def _lines(file: Path) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
-def test_more_samples_keep_the_answers_there_are(whole: Path) -> None:
-    first = (whole.parent / "first.jsonl").read_bytes()
+def test_more_samples_keep_the_answers_there_are(evaluations: Path, whole: Path) -> None:
+    first = answers_file(evaluations / "sampled", "heldout").read_bytes()
     assert first.count(b"\n") == 16
     assert answers_file(whole, "heldout").read_bytes().startswith(first)
 
@@ -146,15 +156,14 @@ def test_stored_answers_are_scored_again_without_generating(whole: Path, tmp_pat
 
 
 def test_a_page_and_a_comparison_come_of_it(
-    whole: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    whole: Path, evaluations: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (whole / "report.html").read_text()
     assert "pass@k" in page
     assert "http://" not in page
     assert "src=" not in page
-    call(trained, "--preset", "run", "-k", 8, "--temperature", 0.2, "--out", tmp_path / "e")
     capsys.readouterr()
-    call("compare", whole, tmp_path / "e", "--json")
+    call("compare", whole, evaluations / "greedy", "--json")
     (row,) = json.loads(capsys.readouterr().out)
     assert row["problems"] == 8
     assert 0 < row["p"] <= 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+import transformers  # its classes are imported when they are used
 from transformers.utils import logging
 
 from rstar2.types import Batch
@@ -36,7 +36,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with tied embeddings."""
     path = tmp_path_factory.mktemp("llama")
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)).save_pretrained(path)
+    config = transformers.LlamaConfig(**SHAPE, tie_word_embeddings=True)
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
     return path
 
 
@@ -45,7 +46,8 @@ def qwen_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3 with an untied head, as the paper's base model."""
     path = tmp_path_factory.mktemp("qwen")
     torch.manual_seed(1)
-    Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=False)).save_pretrained(path)
+    config = transformers.Qwen3Config(**SHAPE, tie_word_embeddings=False)
+    transformers.Qwen3ForCausalLM(config).save_pretrained(path)
     return path
 
 

@@ -7,7 +7,7 @@ query sees right padding, so no mask is needed and the fused kernel can be used.
 the remaining padding. A dense block-diagonal mask over the pack would cost
 (sum L)^2 instead of sum L^2.
 
-The function is registered with transformers' AttentionInterface under `NAME`; it finds its
+`rstar2.learner.model` registers the function with transformers under `NAME`; it finds its
 `Ragged` layout among the keyword arguments that every model hands down to its attention.
 """
 
@@ -22,7 +22,6 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from rstar2.errors import InvariantError, RecipeError
 
@@ -161,6 +160,3 @@ def _attend(
     )
     flat = out.transpose(1, 2).reshape(count * longest, out.shape[1], out.shape[3])
     return flat if bucket.slots is None else flat.index_select(0, bucket.slots)
-
-
-AttentionInterface.register(NAME, ragged_attention)

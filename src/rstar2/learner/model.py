@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 from transformers.utils.import_utils import is_flash_attn_2_available
 
@@ -41,6 +41,8 @@ from rstar2.model_config import unreadable_weights
 HEAD_TOLERANCE = 1e-3
 
 ReadModel = Callable[[str | Path], PreTrainedModel | None]
+
+AttentionInterface.register(attention.NAME, attention.ragged_attention)
 
 
 class PackedPolicy(nn.Module):
