@@ -341,7 +341,7 @@ def lora_page(cells: Cells) -> str:
 
 The tiny recipe, RL from the same SFT weights ({start(cells)}), one seed.
 Full training has a learning rate of 7e-4, LoRA (all linear layers of the decoder, alpha twice the
-rank) of 2e-3. With 7e-3, ten times as much, it collapsed after four steps (reward 0 in steps 5 to 9).
+rank) of 2e-3. With 7e-3 LoRA collapsed after four steps (reward 0 in steps 5 to 9).
 
 {COMMAND.format("lora")}
 
