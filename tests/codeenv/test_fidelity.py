@@ -54,6 +54,7 @@ except ValueError:
     print(traceback.format_exc().splitlines()[-2].strip())
 """,
     "carriage returns": "x = 1\r\nprint('one')\r\nprint(x)\r\n",
+    "annotations": "def f(x: int): pass\nprint(f.__annotations__)\n",
     "docstring": "'''What this is.'''\nimport __main__\nprint(__main__.__doc__, __name__)\n",
 }
 SPAWNED = """\

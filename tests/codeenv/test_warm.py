@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import ctypes
 import itertools
 import os
 import signal
@@ -237,3 +238,27 @@ def test_trial_that_raises_stays_in_its_own_process() -> None:
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=120, check=True
     )
     assert done.stdout == "went on\n"
+
+
+def test_after_holes_are_filled_memory_comes_from_the_end_of_the_heap() -> None:
+    """A call that used a free block in the middle would copy that block's page."""
+    code = """
+import ctypes
+from rstar2.codeenv.jail import heap
+heap.WarmHeap()
+take = lambda: heap._libc.malloc(ctypes.c_size_t(4000))
+blocks = [take() for _ in range(50)]
+for block in blocks[::2]:
+    heap._libc.free(ctypes.c_void_p(block))
+assert take() < max(blocks)
+heap.fill_holes()
+print(take() > max(blocks), flush=True)
+import os
+os._exit(0)
+"""
+    if not hasattr(ctypes.CDLL(None), "mallinfo2"):
+        pytest.skip("not glibc 2.33 or later")
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=120, check=True
+    )
+    assert done.stdout == "True\n"

@@ -31,7 +31,7 @@ _MREMAP_TO = 1 | 2
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.PyDLL(None, use_errno=True)
-_libc.mmap.restype = _libc.mremap.restype = ctypes.c_void_p
+_libc.mmap.restype = _libc.mremap.restype = _libc.malloc.restype = ctypes.c_void_p
 
 
 class _ArenaAllocator(ctypes.Structure):
@@ -111,11 +111,12 @@ _fillers: list[list[object]] = []
 
 
 def fill_holes() -> None:
-    """Fill the free blocks in Python's pools.
+    """Fill the free blocks in Python's pools and in malloc's heap.
 
     Later allocations then use new memory, one block after another: few pages, and no write into a
     free block of the warm heap, which would split a huge page.
     """
+    _fill_malloc()
     for size, holes in _holes().items():
         if size >= 48:
             _fillers.append([bytes(size - 33) for _ in range(holes)])
@@ -123,6 +124,36 @@ def fill_holes() -> None:
             _fillers.append([float("0.5") for _ in range(holes)])
         else:
             _fillers.append([object() for _ in range(holes)])
+
+
+class _MallocInfo(ctypes.Structure):
+    """mallinfo2 of glibc."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+            "fordblks", "keepcost",
+        )
+    )  # fmt: skip
+
+
+_MALLOC_SIZES = (*(1 << bits for bits in range(16, 10, -1)), *range(1016, 0, -16))
+"""Sizes of blocks, largest first: what is left of a large free block is filled by smaller ones."""
+
+
+def _fill_malloc() -> None:
+    """Allocate every free block below the unused end of malloc's heap; none is ever freed."""
+    if not hasattr(_libc, "mallinfo2"):
+        return
+    _libc.sbrk.restype, _libc.mallinfo2.restype = ctypes.c_void_p, _MallocInfo
+    info = _libc.mallinfo2()
+    end = _libc.sbrk(0) - info.keepcost
+    for size in _MALLOC_SIZES:
+        block = 1
+        while block and block < end:
+            block = _libc.malloc(ctypes.c_size_t(size))
+        _libc.free(ctypes.c_void_p(block))
 
 
 _HOLES = re.compile(r"^\s*\d+\s+(\d+)\s+\d+\s+\d+\s+(\d+)\s*$", re.MULTILINE)

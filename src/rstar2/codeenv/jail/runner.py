@@ -123,18 +123,32 @@ def _lines(source: str) -> list[str]:
 def _compile(source: str) -> tuple[types.CodeType, types.CodeType | None]:
     """Compile the program and, separately, its last expression if that may have a value to show.
 
-    Most programs end with a line `print(...)` and have no such value. They skip the syntax tree in
-    Python objects, which costs more than the rest of a short call.
+    Most programs end with a line `print(...)`, which has no value, or with another expression on
+    one line. They skip the syntax tree in Python objects, which costs more than the rest of a
+    short call.
     """
-    ending = source.rstrip()
-    if ending[ending.rfind("\n") + 1 :].startswith("print("):
-        return compile(source, FILENAME, "exec"), None
+    text = source.rstrip(" \t\n")
+    start = text.rfind("\n") + 1
+    if text.startswith("print(", start):
+        return _code(source, "exec"), None
+    if not text[start : start + 1].isspace() and "\\" not in text[start:] and "\r" not in text:
+        try:  # if both parts compile alone, the second one is the last statement
+            expression = _code("\n" * text.count("\n") + text[start:], "eval")
+            return _code(text[:start], "exec"), expression
+        except (SyntaxError, ValueError):
+            pass  # the last statement has several lines or no value, or the program is wrong
     tree = ast.parse(source, FILENAME)
     if not tree.body or not isinstance(tree.body[-1], ast.Expr):
-        return compile(tree, FILENAME, "exec"), None
+        return _code(tree, "exec"), None
     last = ast.Expression(tree.body[-1].value)
     tree.body.pop()
-    return compile(tree, FILENAME, "exec"), compile(last, FILENAME, "eval")
+    return _code(tree, "exec"), _code(last, "eval")
+
+
+def _code(source: str | ast.Module | ast.Expression, mode: str) -> types.CodeType:
+    """Compile without the `__future__` imports of this module."""
+    code: types.CodeType = compile(source, FILENAME, mode, dont_inherit=True)
+    return code
 
 
 def _has_printed() -> bool:
