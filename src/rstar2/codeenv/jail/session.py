@@ -43,7 +43,7 @@ from rstar2.codeenv.jail.session_process import (
     socket_pair,
 )
 from rstar2.codeenv.jail.strays import StrayProcesses
-from rstar2.codeenv.jail.worker import JailWorker
+from rstar2.codeenv.jail.worker import JailWorker, limit_files
 
 _FIRST_CHECK_S = 0.005
 _NO_LIMIT_S = 1e9
@@ -138,6 +138,7 @@ class SessionWorker(JailWorker):
             ).install_with_listener()
             socket.send_fds(sock, [b"L"], [listener])
             os.close(listener)
+            limit_files()
             runner.reseed()
             session_program.serve(sock, self.spec.level)
         finally:

@@ -237,6 +237,7 @@ class JailWorker:
             self.body.drop()
             provide_stdin(stdin)
             self.confine(request)
+            limit_files()
             if request.kind == frames.VERIFY:
                 self.verify(source, RESULT_FD)
             if request.kind == frames.RUN:
@@ -267,7 +268,6 @@ class JailWorker:
         resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
         size = request.file_mb << 20
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (_CALL_FILES, _CALL_FILES))
         if self.call_threads:
             resource.setrlimit(resource.RLIMIT_NPROC, (self.call_threads, self.call_threads))
         if self.filter is not None:
@@ -405,6 +405,11 @@ class JailWorker:
         strict = self.spec.level == "strict"
         places = (confine.SCRATCH_INSIDE, "/dev/shm") if strict else (".",)
         self.scratch = Scratch(places, on_tmpfs=strict)
+
+
+def limit_files() -> None:
+    """Set the limit of a call's descriptors, after everything that sends some: see _CALL_FILES."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_CALL_FILES, _CALL_FILES))
 
 
 def _open_cpu_usage(spec: confine.JailSpec) -> int:
