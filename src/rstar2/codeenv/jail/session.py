@@ -43,7 +43,7 @@ from rstar2.codeenv.jail.session_process import (
     socket_pair,
 )
 from rstar2.codeenv.jail.strays import StrayProcesses
-from rstar2.codeenv.jail.worker import JailWorker, limit_files
+from rstar2.codeenv.jail.worker import JailWorker, limit_files, readable
 
 _FIRST_CHECK_S = 0.005
 _NO_LIMIT_S = 1e9
@@ -60,7 +60,7 @@ class SessionWorker(JailWorker):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.tidy = _do_nothing  # new huge pages would not be shared with the zygote
+        self.tidy = lambda: None  # new huge pages would not be shared with the zygote
         self.members: dict[bytes, SessionProcess] = {}
         """By session name."""
         self._numbers = itertools.count(1)
@@ -370,7 +370,8 @@ class SessionWorker(JailWorker):
             ready = dict(poller.poll(wait_s * 1000))
             for descriptor, events in ready.items():
                 if descriptor == self.guard.listener:
-                    if events & select.POLLIN:
+                    # A copy must be protected before its program may send a signal.
+                    if events & select.POLLIN and not readable(process.sock.fileno()):
                         self.guard.answer()
                 elif descriptor in feeders:
                     feeders[descriptor].feed()
@@ -497,7 +498,3 @@ class SessionWorker(JailWorker):
                 process = self.members.pop(members[pid])
                 process.release()
                 self._drop_files(process.number)
-
-
-def _do_nothing() -> None:
-    return

@@ -215,7 +215,7 @@ class JailWorker:
         if call.cause != frames.EXITED:
             if self.spec.forks:
                 syscalls.libc.kill(-1, 9)
-            if not _readable(call.pidfd, deadlines.TEARDOWN_S):
+            if not readable(call.pidfd, deadlines.TEARDOWN_S):
                 return int(signal.SIGKILL), self.cpu_used(call), 0, False
         _, status, usage = os.wait4(call.pid, 0)
         call.pid = 0  # the kernel may give the number to another process
@@ -426,7 +426,8 @@ def _open_cpu_usage(spec: confine.JailSpec) -> int:
     return kept
 
 
-def _readable(descriptor: int, wait_s: float) -> bool:
+def readable(descriptor: int, wait_s: float = 0.0) -> bool:
+    """Whether something can be read from a descriptor; waits up to `wait_s` for that."""
     poller = select.poll()
     poller.register(descriptor, select.POLLIN)
     return bool(poller.poll(wait_s * 1000))
