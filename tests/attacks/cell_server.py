@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -177,15 +178,25 @@ class Server:
         """Run programs side by side."""
         return await asyncio.gather(*(self.do_run(**order) for order in orders))
 
-    async def do_runs_beside(self, endless: dict[str, Any], orders: list[dict[str, Any]]) -> Any:
-        """Run `orders` after `endless` has called `mark()` and while it runs, then cancel it."""
+    @contextlib.asynccontextmanager
+    async def _beside(self, endless: dict[str, Any]) -> AsyncIterator[asyncio.Task[Any]]:
+        """Once `endless` has called `mark()` and while it runs; it is cancelled at the end."""
         occupied = asyncio.create_task(self.do_run(**endless))
         await _until_marked(occupied)
-        results = await self.do_runs(orders)
-        still_runs = not occupied.done()
-        occupied.cancel()
-        await asyncio.gather(occupied, return_exceptions=True)
-        return {"results": results, "endless_still_runs": still_runs}
+        try:
+            yield occupied
+        finally:
+            occupied.cancel()
+            await asyncio.gather(occupied, return_exceptions=True)
+
+    async def do_runs_beside(self, endless: dict[str, Any], orders: list[dict[str, Any]]) -> Any:
+        async with self._beside(endless) as occupied:
+            results = await self.do_runs(orders)
+            return {"results": results, "endless_still_runs": not occupied.done()}
+
+    async def do_open_beside(self, endless: dict[str, Any]) -> Any:
+        async with self._beside(endless):
+            return await self.do_open()
 
     async def do_open(self) -> Any:
         return (await self.executor.open_session(None, None)).id

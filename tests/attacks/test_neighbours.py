@@ -56,10 +56,14 @@ print(len(text), len(os.read(reader, 4096)))
 """
 
 
+def endless(cell: Cell, hog: str) -> dict[str, object]:
+    """A hog that keeps all that it can get."""
+    return {"code": f"import time\n{MARK}{cell.fill(hog)}{KEPT}", "limits": LONG}
+
+
 def beside(cell: Cell, hog: str, orders: list[dict[str, object]]) -> list[Result]:
     """Run `orders` once the hog holds all that it can get."""
-    endless = {"code": f"import time\n{MARK}{cell.fill(hog)}{KEPT}", "limits": LONG}
-    answer = cell.ask("runs_beside", endless=endless, orders=orders)
+    answer = cell.ask("runs_beside", endless=endless(cell, hog), orders=orders)
     assert answer["endless_still_runs"]
     results: list[Result] = answer["results"]
     return results
@@ -81,4 +85,11 @@ def test_session_beside_a_hog_keeps_its_state(cell: Cell, name: str) -> None:
     second = {"code": code, "session": session, "limits": LONG}
     results = beside(cell, HOGS[name], [first]) + beside(cell, HOGS[name], [second])
     assert results[1]["stdout"] == "5 20000\n", results
+    cell.ask("close_session", session=session)
+
+
+@pytest.mark.parametrize("name", HOGS)
+def test_session_opens_beside_a_hog(cell: Cell, name: str) -> None:
+    session = cell.ask("open_beside", endless=endless(cell, HOGS[name]))
+    assert cell.run("print(1)", session=session)["stdout"] == "1\n"
     cell.ask("close_session", session=session)

@@ -179,6 +179,19 @@ BREAKING = {
     "kill of the thread": "import os, signal\n"
     "os.register_at_fork(before=lambda: signal.raise_signal(9))",
     "kill of the group": "import os\nos.register_at_fork(before=lambda: os.kill(0, 9))",
+    "limit of CPU time": "import os, resource\n"
+    "resource.setrlimit(resource.RLIMIT_CPU, (1, 1))\n"
+    "def spin():\n    while True: pass\nos.register_at_fork(before=spin)",
+    "timer of the kernel": "import ctypes, os, struct, time\nlibc = ctypes.CDLL(None)\n"
+    "timer = ctypes.c_void_p()\nkill = struct.pack('QiiQQQQQQ', 0, 9, 0, *bytes(6))\n"
+    "libc.timer_create(0, kill, ctypes.byref(timer))\n"
+    "soon = struct.pack('llll', 0, 0, 0, 1000)\n"
+    "os.register_at_fork(before=lambda: (libc.timer_settime(timer, 0, soon, None), "
+    "time.sleep(0.1)))",
+    "child whose end kills": "import ctypes, os, platform, time\n"
+    "number = {'x86_64': 56, 'aarch64': 220}[platform.machine()]\n"
+    "if ctypes.CDLL(None).syscall(ctypes.c_long(number), 9, 0, 0, 0, 0) == 0:\n"
+    "    time.sleep(1000)",
 }
 
 
@@ -191,6 +204,44 @@ def test_session_that_breaks_itself_is_not_lost_by_the_infrastructure(
         result = cell.run("import time\ntime.sleep(0.5)\nprint(1)", session=session)
         outcomes.append(result["outcome"])
     assert "infrastructure" not in outcomes, outcomes
+
+
+@pytest.mark.parametrize("name", ["kill", "limit of CPU time", "exit at the copy"])
+def test_branch_of_a_session_that_breaks_itself_is_refused_and_the_session_is_to_blame(
+    cell: Cell, session: str, name: str
+) -> None:
+    leave = "import os\nos.register_at_fork(before=lambda: os._exit(0))"
+    cell.run({**BREAKING, "exit at the copy": leave}[name], session=session)
+    assert "one of its programs broke its process" in cell.ask("refused_branch", session=session)
+    assert cell.run("print(1)", session=session)["outcome"] == "killed"
+
+
+LEFT_BEHIND = (
+    "import os, signal, time\nleft = []\n"
+    "def leave(run):\n    reader, writer = os.pipe()\n    if os.fork() == 0:\n"
+    "        run()\n        os.write(writer, os.getpid().to_bytes(4, 'little'))\n"
+    "        while True: time.sleep(1000)\n"
+    "    left.append(int.from_bytes(os.read(reader, 4), 'little'))\n"
+    "def ignore():\n    for number in set(signal.valid_signals()) - {9, 19}:\n"
+    "        signal.signal(number, signal.SIG_IGN)\n"
+    "def daemon():\n    os.setsid()\n    if os.fork() != 0:\n        os._exit(0)\n"
+    "for run in (ignore, daemon, os.setpgrp):\n    leave(run)\n"
+)
+
+
+def test_no_process_of_a_call_is_there_in_the_next(cell: Cell, session: str) -> None:
+    result = cell.run(LEFT_BEHIND, session=session)
+    if not cell.forks:
+        assert result["outcome"] == "exception"
+        return
+    assert is_success(result), result
+    look = (
+        "seen = []\nfor pid in left:\n    try:\n        os.waitpid(pid, 0)\n"
+        "    except ChildProcessError:\n        pass\n"
+        "    try:\n        os.kill(pid, 0)\n        seen.append(pid)\n"
+        "    except ProcessLookupError:\n        pass\nlen(left), seen"
+    )
+    assert cell.run(look, session=session)["value"] == "(3, [])"
 
 
 def test_messages_that_a_program_left_are_no_answer_to_the_next_order(

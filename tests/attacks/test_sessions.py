@@ -382,6 +382,25 @@ def test_call_that_fills_scratch_keeps_files_of_earlier_calls(
     assert listing["value"] == str(kept)
 
 
+LOCKED = (
+    "import os\nos.mkdir('open')\nos.umask(0o777)\nos.mkdir('locked')\nos.mkdir('open/locked')\n"
+)
+
+
+@pytest.mark.parametrize("end", ["", "import time; time.sleep(1000)"])
+def test_directory_without_rights_costs_at_most_its_call(
+    cell: Cell, session: str, end: str
+) -> None:
+    """In portable, a directory that cannot be read ends the call, unless the call is short."""
+    cell.run("x = 1\nopen('old', 'w').write('old')", session=session)
+    cell.run(LOCKED + end, session=session, wall_s=2.0 if end else 60.0)
+    look = "import time\ntime.sleep(0.2)\nx, open('old').read()"  # files are counted meanwhile
+    assert cell.run(look, session=session)["value"] == "(1, 'old')"
+    branch = cell.ask("branch", session=session)
+    assert cell.run(look, session=branch)["value"] == "(1, 'old')"
+    cell.ask("close_session", session=branch)
+
+
 # --------------------------------------------------------------------------- losses
 
 

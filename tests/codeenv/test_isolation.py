@@ -65,7 +65,7 @@ def test_probe_of_this_machine_answers() -> None:
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 @pytest.mark.parametrize("strict", [True, False])
 def test_filter_can_be_built_for_machine(machine: str, strict: bool) -> None:
-    code = seccomp.base_filter(strict, machine).code
+    code = seccomp.base_filter(strict, machine=machine).code
     assert len(code) % 8 == 0
     assert len(code) // 8 < 4096
     names = syscalls.numbers(machine)

@@ -63,6 +63,8 @@ _UID_INSIDE = 1000
 _WORKER_FILES, _SESSION_FILES = 1024, 4096
 """Descriptors of a worker; that of a session has two for each member of its family."""
 SCRATCH_INSIDE = "/tmp"
+GROUP_FD = 204
+"""A session worker's descriptor of its control group, where programs may start processes."""
 HOLDER_FD = 203
 """In strict, a session worker's descriptor of the directory with the files of all members."""
 SESSION_PLACES = ("files", "shm")
@@ -171,15 +173,17 @@ def _map_user(uid: int, gid: int) -> None:
 def enter(spec: JailSpec) -> None:
     """Confine the calling process irrevocably. In strict it must be PID 1 of its namespace."""
     os.umask(0o022)
-    readable: list[str]
+    readable: list[str | int]
     writable: list[str | int]
     if spec.level == "strict":
         _build_root(spec)
         readable, writable = ["/"], [SCRATCH_INSIDE, "/dev/shm"]
         if spec.session:
             writable.append(HOLDER_FD)
+            if spec.forks:
+                readable.append(GROUP_FD)
     else:
-        readable, writable = readable_paths(), [spec.scratch]
+        readable, writable = [*readable_paths()], [spec.scratch]
     os.umask(0o077)
     os.chdir(spec.scratch)
     _limit_worker(_SESSION_FILES if spec.session else _WORKER_FILES)
@@ -190,13 +194,13 @@ def enter(spec: JailSpec) -> None:
     landlock.restrict(readable, writable, _DEVICES, spec.landlock_abi)
     _drop_capabilities()
     die_with_parent()  # last, because a change of uid clears it
-    seccomp.base_filter(strict=spec.level == "strict").install()
+    seccomp.base_filter(spec.level == "strict", spec.session).install()
 
 
-def prepare(level: str) -> None:
+def prepare(spec: JailSpec) -> None:
     """Compute in the zygote, once, what every worker would compute again after its fork."""
     readable_paths()
-    seccomp.base_filter(strict=level == "strict")
+    seccomp.base_filter(spec.level == "strict", spec.session)
 
 
 def keep_to_working_directory(spec: JailSpec) -> None:

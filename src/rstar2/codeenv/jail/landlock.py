@@ -52,7 +52,10 @@ def _handled(version: int) -> int:
 
 
 def restrict(
-    readable: Iterable[str], writable: Iterable[str | int], devices: Iterable[str], newest: int
+    readable: Iterable[str | int],
+    writable: Iterable[str | int],
+    devices: Iterable[str],
+    newest: int,
 ) -> int:
     """Confine this thread and its children irrevocably; returns the ABI that was enforced.
 

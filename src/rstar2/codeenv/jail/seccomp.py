@@ -2,9 +2,9 @@
 
 Other calls fail with ENOSYS ("not implemented"), which programs can handle; calls of another
 architecture or the x32 ABI kill the process. Some calls are allowed for some arguments only:
-`clone` creates no namespaces, `socket` only Unix sockets, `prctl` changes only names, `prlimit64`
-acts only on the caller, and `fcntl` cannot make the kernel send signals (owners, leases, directory
-notification).
+`clone` creates no namespaces and no child whose end sends another signal than SIGCHLD, `socket`
+only Unix sockets, `prctl` changes only names, `prlimit64` acts only on the caller, and `fcntl`
+cannot make the kernel send signals (owners, leases, directory notification).
 
 `base_filter` is installed once per worker. A `CallFilter` is added per call if there is no PID
 namespace or no control group: no new processes; without a PID namespace, signals only to the
@@ -29,6 +29,8 @@ _NR, _ARCH, _ARGS = 0, 4, 16
 CLONE_NAMESPACES = 0x7E020000 | 0x80
 CLONE_THREAD = 0x00010000
 CLONE_PARENT = 0x00008000
+_EXIT_SIGNAL = 0xFF
+"""The part of clone's flags that is the signal to the parent at the child's end."""
 COPY_FLAGS = CLONE_PARENT | 17
 """How a session process copies itself: the copy is a child of its worker and ends with SIGCHLD."""
 _AF_UNIX = 1
@@ -151,12 +153,32 @@ def _death_signal() -> bytes:
     return _argument(0) + other + _only_if_equal(1, (signal.SIGKILL,), errno.EPERM)
 
 
-def _keep_process_limit() -> bytes:
-    """The body of a rule for prlimit64: RLIMIT_NPROC can be read, but not changed."""
-    other = _argument(1) + _op(_JEQ, _RLIMIT_NPROC, 1, 0) + _op(_RET, _ALLOW)
+def _clone() -> bytes:
+    """The body of the rule for clone; the end of a child must not kill its parent."""
+    code = _argument(0) + _op(_JSET, CLONE_NAMESPACES, 0, 1) + _refuse(errno.EPERM)
+    code += _op(_AND, _EXIT_SIGNAL)
+    for number in (0, signal.SIGCHLD):
+        code += _op(_JEQ, number, 0, 1) + _op(_RET, _ALLOW)
+    return code + _refuse(errno.EPERM)
+
+
+def _read_limit() -> bytes:
+    """The body of a rule for prlimit64: a limit can be read, but not changed."""
     low_word = _argument(2) + _op(_JEQ, 0, 0, 2)  # of the pointer to a new limit
     high_word = _op(_LD, _ARGS + 8 * 2 + 4) + _op(_JEQ, 0, 1, 0)
-    return other + low_word + high_word + _refuse(errno.EPERM) + _op(_RET, _ALLOW)
+    return low_word + high_word + _refuse(errno.EPERM) + _op(_RET, _ALLOW)
+
+
+def _limits_of_others() -> bytes:
+    """The body of a rule for prlimit64: limits of other processes can be read."""
+    return _argument(0) + _op(_JEQ, 0, 0, 1) + _op(_RET, _ALLOW) + _read_limit()
+
+
+def _keep_process_limit() -> bytes:
+    """The body of a rule for prlimit64: own limits only, and RLIMIT_NPROC is not changed."""
+    own = _argument(0) + _op(_JEQ, 0, 1, 0) + _refuse(errno.EPERM)
+    other = _argument(1) + _op(_JEQ, _RLIMIT_NPROC, 1, 0) + _op(_RET, _ALLOW)
+    return own + other + _read_limit()
 
 
 def _connected_pair() -> bytes:
@@ -169,15 +191,15 @@ def _connected_pair() -> bytes:
 
 
 @functools.cache
-def base_filter(strict: bool, machine: str = syscalls.MACHINE) -> BpfProgram:
-    """The allow list of a worker. In `strict`, namespaces hide other files and processes."""
+def base_filter(strict: bool, session: bool = False, machine: str = syscalls.MACHINE) -> BpfProgram:
+    """The allow list of a worker. In `strict`, namespaces hide other files and processes.
+
+    The worker of a session may read limits of other processes; `session_filter` takes that away.
+    """
     nr = syscalls.numbers(machine)
     code = _prologue(machine)
     plain = [*_ALWAYS, *_METADATA, *(_UNIX_SOCKETS if strict else _LANDLOCK)]
-    refuse_namespaces = (
-        _argument(0) + _op(_JSET, CLONE_NAMESPACES, 0, 1) + _refuse(errno.EPERM) + _op(_RET, _ALLOW)
-    )
-    code += _when(nr["clone"], refuse_namespaces)
+    code += _when(nr["clone"], _clone())
     options = _PR_ALLOWED if strict else (*_PR_ALLOWED, _PR_SET_PDEATHSIG)
     families = (_AF_UNIX,) if strict else ()
     code += _when(nr["socket"], _only_if_equal(0, families, errno.EACCES))
@@ -185,7 +207,8 @@ def base_filter(strict: bool, machine: str = syscalls.MACHINE) -> BpfProgram:
     code += _when(nr["socketpair"], pair)
     code += _when(nr["fcntl"], _fcntl())
     code += _when(nr["prctl"], _only_if_equal(0, options, errno.EPERM))
-    code += _when(nr["prlimit64"], _only_if_equal(0, (0,), errno.EPERM))
+    own_limits = _limits_of_others() if session else _only_if_equal(0, (0,), errno.EPERM)
+    code += _when(nr["prlimit64"], own_limits)
     code += _when(nr["ioctl"], _only_if_equal(1, _IOCTL_ALLOWED, errno.ENOTTY))
     code += _when(nr["seccomp"], _only_if_equal(1, (0, _NEW_LISTENER), errno.EPERM))
     for name in plain:
@@ -201,13 +224,14 @@ def session_filter(level: str, forks: bool) -> BpfProgram:
     The worker decides about each signal, and about each copy if programs may not fork: those system
     calls wait for its answer. A session process asks for SIGKILL at the end of its worker; programs
     cannot take that back, nor change by a filter of their own what system calls return, nor lower
-    the number of processes so that no copy can be made.
+    the number of processes so that no copy can be made, nor let a timer of the kernel kill them
+    between two calls (`timer_create` accepts SIGKILL).
     """
     nr = syscalls.numbers()
     code = _prologue(syscalls.MACHINE)
     for name in SIGNALS:
         code += _when(nr[name], _op(_RET, _NOTIFY))
-    for name in ("pidfd_send_signal", "pidfd_open", "seccomp"):
+    for name in ("pidfd_send_signal", "pidfd_open", "seccomp", "timer_create"):
         code += _when(nr[name], _refuse(errno.EPERM))
     code += _when(nr["prlimit64"], _keep_process_limit())
     refused = _argument(0) + _op(_JEQ, _RLIMIT_NPROC, 0, 1) + _refuse(errno.EPERM)

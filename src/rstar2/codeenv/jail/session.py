@@ -43,7 +43,7 @@ from rstar2.codeenv.jail.session_process import (
     socket_pair,
 )
 from rstar2.codeenv.jail.strays import StrayProcesses
-from rstar2.codeenv.jail.worker import JailWorker
+from rstar2.codeenv.jail.worker import JailWorker, limit_files, readable
 
 _FIRST_CHECK_S = 0.005
 _NO_LIMIT_S = 1e9
@@ -60,11 +60,12 @@ class SessionWorker(JailWorker):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.tidy = _do_nothing  # new huge pages would not be shared with the zygote
+        self.tidy = lambda: None  # new huge pages would not be shared with the zygote
         self.members: dict[bytes, SessionProcess] = {}
         """By session name."""
         self._numbers = itertools.count(1)
-        self._strays = StrayProcesses()
+        group = self.spec.group.pids
+        self._strays = StrayProcesses(group) if self.spec.forks and group else None
         self._lost = False
         """The family cannot be used any more; the server must replace this worker."""
 
@@ -137,6 +138,7 @@ class SessionWorker(JailWorker):
             ).install_with_listener()
             socket.send_fds(sock, [b"L"], [listener])
             os.close(listener)
+            limit_files()
             runner.reseed()
             session_program.serve(sock, self.spec.level)
         finally:
@@ -151,11 +153,14 @@ class SessionWorker(JailWorker):
             confine.keep_to_working_directory(self.spec)
 
     def _close(self, name: bytes) -> None:
-        process = self.members.pop(name)
-        if process.end() is None:
+        if self.members[name].end() is None:
             self._lost = True
-        self._drop_files(process.number)
+        self._remove_member(name)
         self._kill_strays()
+
+    def _remove_member(self, name: bytes) -> None:
+        """The process of a member has ended: remove its files, too."""
+        self._drop_files(self.members.pop(name).number)
 
     def _drop_files(self, number: int) -> None:
         """Remove the files of a member; the family is lost if that fails."""
@@ -187,9 +192,11 @@ class SessionWorker(JailWorker):
         else:
             copy.number = number
             self.members[branch] = copy
-        if not running.done or not process.stop():
-            self._close(name)  # it does not obey any more
-            return self._reply(request, frames.NO_SESSION)
+        if not self._stopped(running):
+            status = self._end_process(running)
+            self._remove_member(name)
+            self._kill_strays()
+            return self._reply_not_run(request, running, status)
         if copy is None:
             return self._reply(request, frames.NO_COPY, running.error)
         return self._reply(request, frames.EXITED)
@@ -250,21 +257,14 @@ class SessionWorker(JailWorker):
         )  # fmt: skip
 
     def _reply_not_run(self, request: WorkerRequest, running: SessionCall, status: int) -> None:
-        """Say why a session's process made no copy, and whether its own programs are to blame.
-
-        A process that was killed by the kernel, or on a machine that is too busy, may be innocent.
-        Programs have changed one that ended in another way, killed itself, sent what makes no
-        sense, or has not copied itself although its worker got its own time on the CPU.
-        """
+        """Say why a session's process did not obey."""
         cause = running.call.cause or frames.NO_SESSION
-        if running.done and not status:
+        if running.error and not running.ended:
             group = self.spec.group  # without one, other sessions count, too
             own = {errno.EMFILE: True, errno.EAGAIN: group.pids, errno.ENOMEM: group.memory}
             cause = frames.NO_ROOM if own[running.error] else frames.NO_COPY
             status = running.error
-        elif running.call.cause == frames.EXITED and (
-            running.lied or self.guard.suicide or status != signal.SIGKILL
-        ):
+        elif self.guard.suicide or running.is_own_fault(status):
             cause = frames.BROKEN
         self._reply(request, cause, status)
 
@@ -318,23 +318,35 @@ class SessionWorker(JailWorker):
             running.copy_socket.close()
         for feeder in running.feeders:
             feeder.close()
-        if running.done:
-            if process.stop():
-                if copy is not None and copy.end() is None:
-                    self._lost = True
-                return 0
-            if not process.has_ended():
-                running.call.cause = frames.NOT_STOPPED
-        ended = process.end()
-        if ended is None:
-            self._lost = True
+        if self._stopped(running):
+            if copy is not None and copy.end() is None:
+                self._lost = True
+            return 0
+        status = self._end_process(running)
         if copy is None:
-            del self.members[name]  # the next order finds no session
-            self._drop_files(process.number)
+            self._remove_member(name)  # the next order finds no session
         else:
             copy.number = process.number
             self.members[name] = copy
+        return status
+
+    def _stopped(self, running: SessionCall) -> bool:
+        """Stop a process that has carried out its order; False if it must be ended."""
+        if not running.done:
+            return False
+        if running.process.stop():
+            return True
+        if not running.process.has_ended():
+            running.call.cause = frames.NOT_STOPPED
+        return False
+
+    def _end_process(self, running: SessionCall) -> int:
+        """End the process of a call; returns its wait status."""
+        running.ended = True
+        running.cpu_limited = running.process.cpu_limit() < int(_NO_LIMIT_S)
+        ended = running.process.end()
         if ended is None:
+            self._lost = True
             return int(signal.SIGKILL)
         status, usage = ended
         running.peak_kb = usage.ru_maxrss
@@ -358,7 +370,8 @@ class SessionWorker(JailWorker):
             ready = dict(poller.poll(wait_s * 1000))
             for descriptor, events in ready.items():
                 if descriptor == self.guard.listener:
-                    if events & select.POLLIN:
+                    # A copy must be protected before its program may send a signal.
+                    if events & select.POLLIN and not readable(process.sock.fileno()):
                         self.guard.answer()
                 elif descriptor in feeders:
                     feeders[descriptor].feed()
@@ -467,7 +480,7 @@ class SessionWorker(JailWorker):
 
         Only programs that may fork leave any: `session_guard` allows no other copies.
         """
-        if self.spec.forks:
+        if self._strays is not None:
             keep = {process.pid for process in self.members.values()}
             if not self._strays.kill(keep, self._reap):
                 self._lost = True
@@ -485,7 +498,3 @@ class SessionWorker(JailWorker):
                 process = self.members.pop(members[pid])
                 process.release()
                 self._drop_files(process.number)
-
-
-def _do_nothing() -> None:
-    return

@@ -136,10 +136,17 @@ class SessionFiles:
         self._walk(remove_new, remove_directory)
 
     def _walk(self, visit: Callable[[int], list[str]], leave: Callable[[str, int], None]) -> None:
-        """Walk the files in place, whatever modes a program gave them."""
+        """Walk the files in place, whatever modes a program gave them.
+
+        Directories stay unlocked: one that cannot be read would end every later call in portable,
+        where its files are counted.
+        """
 
         def enter(name: str, here: int) -> int:
-            return _unlocked(name, here, _DIRECTORY, 0o700)
+            mode = stat.S_IMODE(os.stat(name, dir_fd=here, follow_symlinks=False).st_mode)
+            if mode & 0o700 != 0o700:
+                os.chmod(name, mode | 0o700, dir_fd=here)
+            return os.open(name, _DIRECTORY, dir_fd=here)
 
         for place in self._keep:
             opened = self._open(place)

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 
 from rstar2.codeenv import deadlines
+from rstar2.codeenv.jail import frames
 from rstar2.codeenv.jail.running_call import RunningCall
 
 
@@ -67,6 +68,13 @@ class SessionProcess:
         patience = select.poll()
         patience.register(self._pidfd, select.POLLIN)
         return bool(patience.poll(wait_s * 1000))
+
+    def cpu_limit(self) -> int:
+        """Seconds of CPU time after which the kernel kills the process, which must not be reaped.
+
+        Programs can lower it.
+        """
+        return resource.prlimit(self.pid, resource.RLIMIT_CPU)[1]
 
     def end(self) -> tuple[int, resource.struct_rusage] | None:
         """Kill and reap; None if the kernel has not ended the process after TEARDOWN_S."""
@@ -130,9 +138,25 @@ class SessionCall:
     """Why the process could not be copied: an error number."""
     done: bool = False
     """The process has carried out the order and waits for the next one."""
+    ended: bool = False
+    """The process was ended, or had ended by itself."""
+    cpu_limited: bool = False
+    """Programs had lowered its limit of CPU time."""
     lied: bool = False
     """The process has sent what makes no sense."""
     peak_kb: int = 0
+
+    def is_own_fault(self, status: int) -> bool:
+        """Whether the session's own programs made its process end, by its wait status.
+
+        A process that was killed by the kernel, or on a machine that is too busy, may be innocent.
+        Programs have changed one that ended in another way, limited its CPU time, sent what makes
+        no sense, has not copied itself although its worker got its own time on the CPU, or cannot
+        be stopped.
+        """
+        if self.call.cause != frames.EXITED:
+            return self.call.cause in (frames.BROKEN, frames.NOT_STOPPED)
+        return self.lied or self.cpu_limited or status != signal.SIGKILL
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:

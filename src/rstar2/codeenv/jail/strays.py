@@ -1,82 +1,54 @@
-"""Processes that programs of a session left running, found without /proc by their numbers.
+"""Processes that programs of a session left running, found in the list of their control group.
 
-The kernel numbers the processes of a PID namespace upwards, so those of a call have higher numbers
-than everything before it. Numbers of threads are skipped: a signal to one ends its whole process.
+The group contains the worker, the processes of its members, and everything that programs start. A
+process that was killed runs no program any more and cannot fork, so nothing waits for its end.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 
 from rstar2.codeenv.jail import confine
 
-_WINDOW = 20_000
-"""Range of pids to kill when a program uses up every process that the worker may have."""
 _MOST_PASSES = 50
-_MOST_SEARCHED = 1 << 17
-"""The most pids that are searched after the kernel has started again from the lowest one."""
+_LONGEST_LIST = 1 << 20
 
 
 class StrayProcesses:
-    """Kills them after each call. Construct it before the jail hides /proc."""
+    """Kills them after each call. Construct it before the jail hides the control groups."""
 
-    def __init__(self) -> None:
-        self._swept = 1
-        """Every process with a higher pid is new since the last call."""
-        self._most_pids = int(Path("/proc/sys/kernel/pid_max").read_text())
+    def __init__(self, directory: str) -> None:
+        opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        os.dup2(opened, confine.GROUP_FD, inheritable=False)
+        os.close(opened)
 
     def kill(self, keep: set[int], reap: Callable[[], None]) -> bool:
-        """Kill every new process but `keep`, which must be stopped; False if that fails."""
+        """Kill every process but this one and `keep`, which must be stopped; False if new ones
+        appear as fast as they are killed."""
+        spared = {os.getpid(), *keep}
         for _ in range(_MOST_PASSES):
-            newest = _newest_pid()
-            pids = self._new_pids(newest)
-            if pids is None:
-                return False
-            killed = [pid for pid in pids if pid not in keep and _kill(pid)]
+            strays = _listed() - spared
+            for pid in strays:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             reap()
-            if newest is not None:
-                self._swept = newest
-                if not killed:
-                    return True
+            if not strays:
+                return True
+            spared |= strays
         return False
 
-    def _new_pids(self, newest: int | None) -> Iterable[int] | None:
-        """The numbers of processes that were created since the last call; None if unknown."""
-        if newest is None:  # fork fails: a program holds all processes
-            return range(self._swept, self._swept + _WINDOW)
-        if newest >= self._swept:
-            return range(self._swept, newest)
-        if self._most_pids - self._swept + newest > _MOST_SEARCHED:
-            return None
-        return itertools.chain(range(self._swept, self._most_pids + 1), range(2, newest))
 
-
-def _newest_pid() -> int | None:
-    """The newest pid of this namespace; None if no process can be created."""
+def _listed() -> set[int]:
+    """The processes of the group. Opened anew each time: version 1 keeps the list of an open file
+    for a second."""
+    opened = os.open("cgroup.procs", os.O_RDONLY | os.O_CLOEXEC, dir_fd=confine.GROUP_FD)
     try:
-        pid = confine.fork()
-    except OSError:
-        return None
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    return pid
-
-
-def _kill(pid: int) -> bool:
-    """Kill a process; False if there is none with this number (it may be that of a thread)."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except OSError:
-        return False
-    try:
-        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    except ProcessLookupError:
-        return False
+        text = b""
+        while part := os.read(opened, _LONGEST_LIST):
+            text += part
     finally:
-        os.close(descriptor)
-    return True
+        os.close(opened)
+    return {int(pid) for pid in text.split()}

@@ -215,7 +215,7 @@ class JailWorker:
         if call.cause != frames.EXITED:
             if self.spec.forks:
                 syscalls.libc.kill(-1, 9)
-            if not _readable(call.pidfd, deadlines.TEARDOWN_S):
+            if not readable(call.pidfd, deadlines.TEARDOWN_S):
                 return int(signal.SIGKILL), self.cpu_used(call), 0, False
         _, status, usage = os.wait4(call.pid, 0)
         call.pid = 0  # the kernel may give the number to another process
@@ -237,6 +237,7 @@ class JailWorker:
             self.body.drop()
             provide_stdin(stdin)
             self.confine(request)
+            limit_files()
             if request.kind == frames.VERIFY:
                 self.verify(source, RESULT_FD)
             if request.kind == frames.RUN:
@@ -267,7 +268,6 @@ class JailWorker:
         resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
         size = request.file_mb << 20
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (_CALL_FILES, _CALL_FILES))
         if self.call_threads:
             resource.setrlimit(resource.RLIMIT_NPROC, (self.call_threads, self.call_threads))
         if self.filter is not None:
@@ -407,6 +407,11 @@ class JailWorker:
         self.scratch = Scratch(places, on_tmpfs=strict)
 
 
+def limit_files() -> None:
+    """Set the limit of a call's descriptors, after everything that sends some: see _CALL_FILES."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_CALL_FILES, _CALL_FILES))
+
+
 def _open_cpu_usage(spec: confine.JailSpec) -> int:
     """The file with the CPU time of the worker's control group; -1 without one.
 
@@ -421,7 +426,8 @@ def _open_cpu_usage(spec: confine.JailSpec) -> int:
     return kept
 
 
-def _readable(descriptor: int, wait_s: float) -> bool:
+def readable(descriptor: int, wait_s: float = 0.0) -> bool:
+    """Whether something can be read from a descriptor; waits up to `wait_s` for that."""
     poller = select.poll()
     poller.register(descriptor, select.POLLIN)
     return bool(poller.poll(wait_s * 1000))

@@ -183,7 +183,7 @@ class Zygote:
 
     def _fork_worker(self, spec: Any, descriptor: int) -> int:
         """Fork a worker; returns its pid."""
-        confine.prepare(spec.level)
+        confine.prepare(spec)
         owner = os.geteuid(), os.getegid()
         pid = confine.fork_worker(spec.level)
         if pid == 0:

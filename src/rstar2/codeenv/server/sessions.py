@@ -37,6 +37,7 @@ from rstar2.config import CodeEnvConfig
 from rstar2.errors import CodeEnvError, DeadlineError, QueueFullError, SessionLostError, UserError
 from rstar2.types import Limits
 
+_BROKEN = "one of its programs broke its process"
 _REMEMBERED = 10_000
 """Lost sessions whose reason is kept."""
 
@@ -138,8 +139,10 @@ class Sessions:
         with parent.in_use(), lease.in_use():
             try:
                 self._make_room(family)
-                order = self._order(family, frames.SESSION_BRANCH, parent.key, lease.key)
-                self._check_reply(parent, await order)
+                reply = await self._order(family, frames.SESSION_BRANCH, parent.key, lease.key)
+                self._check_reply(parent, reply)
+                if reply.cause == frames.BROKEN:
+                    raise _lost_error(session, _BROKEN)
                 self._check_live(lease)
             except WorkerLostError as error:
                 self._forget(lease)
@@ -194,13 +197,17 @@ class Sessions:
                 reason = "it ran out of memory" if oom else str(error)
                 self._lose_family(lease.family, reason)
                 if oom:
-                    return memory_kill(header), b"", True
+                    killed = memory_kill(header)
+                    self._lose(session, reason, killed._replace(cause=frames.BROKEN))
+                    return killed, b"", True
                 raise _lost_error(session, reason) from error
         lease.info = replace(lease.info, calls=lease.info.calls + 1)
-        self._check_reply(lease, reply)
         kills = cgroups.oom_kills(link.spec.group) if os.WIFSIGNALED(reply.status) else 0
-        oom = reply.cause == frames.EXITED and kills > link.oom_seen
+        oom = reply.cause in (frames.EXITED, frames.NO_SESSION) and kills > link.oom_seen
         link.oom_seen = max(link.oom_seen, kills)
+        if oom and reply.cause == frames.NO_SESSION:
+            reply = reply._replace(cause=frames.BROKEN)  # the memory of its own control group
+        self._check_reply(lease, reply)
         if reply.retire:
             self._lose_family(lease.family, "its processes could not be ended")
         return reply, body, oom
@@ -261,7 +268,7 @@ class Sessions:
         name = lease.info.id
         if reply.cause == frames.BROKEN:
             self._forget(lease)
-            self._lose(name, "one of its programs broke its process", reply)
+            self._lose(name, _BROKEN, reply)
         if reply.cause == frames.NO_SESSION:
             self._check_live(lease)
             reason = "its process ended, or obeys no orders any more"
