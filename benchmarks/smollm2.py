@@ -43,7 +43,7 @@ class Run:
 
     @property
     def rollouts(self) -> float:
-        return sum(step["rollouts/drawn"] for step in self.steps)
+        return float(sum(step["rollouts/drawn"] for step in self.steps))
 
 
 @dataclass(frozen=True)

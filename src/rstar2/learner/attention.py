@@ -120,7 +120,7 @@ def ragged_attention(
     if value.dtype is torch.bfloat16 and value.device.type == "cpu":
         # torch's kernel for CPUs takes twice as long in bfloat16 as in float32.
         with torch.autocast("cpu", enabled=False):
-            wide = (x.float() for x in (query, key, value))
+            wide = query.float(), key.float(), value.float()
             out = _by_bucket(*wide, ragged, scaling, sliding_window).to(value.dtype)
     else:
         out = _by_bucket(query, key, value, ragged, scaling, sliding_window)
