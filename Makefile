@@ -39,8 +39,8 @@ SMOLLM2_INSTALLED := $(VENV)/.smollm2
 MAWPS ?= data/mawps.jsonl
 SVAMP ?= data/svamp.jsonl
 MINUTES ?= 30
-# Rollouts in bfloat16 where the CPU has instructions for it; without them it is slower than float32.
-ROLLOUT_DTYPE ?= $(shell grep -qs avx512_bf16 /proc/cpuinfo && echo bfloat16 || echo float32)
+# bfloat16 where the CPU has instructions for it; without them it is slower than float32.
+DTYPE ?= $(shell grep -qs avx512_bf16 /proc/cpuinfo && echo bfloat16 || echo float32)
 QUESTION ?= Tom has 12 apples and buys 30 more. How many apples does he have?
 
 $(SMOLLM2_INSTALLED): $(INSTALLED)
@@ -55,7 +55,7 @@ data/svamp/problems.jsonl: | $(INSTALLED)
 	$(BIN)/rstar2 data problems svamp=$(SVAMP) --out data/svamp
 
 smollm2: $(SMOLLM2_INSTALLED) data/mawps/problems.jsonl data/svamp/problems.jsonl  ## train SmolLM2-135M on word problems for MINUTES=30
-	$(BIN)/rstar2 train smollm2-135m --minutes $(MINUTES) --set model.dtype=$(ROLLOUT_DTYPE)
+	$(BIN)/rstar2 train smollm2-135m --minutes $(MINUTES) --set model.dtype=$(DTYPE) --set learner.dtype=$(DTYPE)
 	$(BIN)/rstar2 chat --model runs/smollm2-135m-seed0 "$(QUESTION)"
 
 test: $(INSTALLED)  ## run all tests, including the attacks on the jail

@@ -349,5 +349,8 @@ async def test_a_recipe_chooses_the_number_format_of_its_engines(llama: Any) -> 
         exact = llama.logprobs(ids).gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1)
         gaps = (torch.tensor(await engine.score(ids)) - exact).abs()
         assert 0 < gaps.max() < 0.1
+        held = await engine.held_weights()
+        await engine.update_weights(WeightUpdate(1, state=llama.model.state_dict()))  # float32
+        assert await engine.held_weights() == held
     finally:
         await engine.close()

@@ -287,7 +287,7 @@ class EmbeddedEngine:
         async with self._updating:  # the mailbox holds one update at a time
             link = self._alive()
             if update.state is not None:
-                await asyncio.to_thread(_post, link.mailbox, update.state)
+                await asyncio.to_thread(_post, link.mailbox, update.state, self._settings.dtype)
             path = None if update.path is None else str(update.path)
             message = wire.Update(next(self._ids), update.version, path, update.hold)
             try:
@@ -307,19 +307,24 @@ class EmbeddedEngine:
         self._alive().send(wire.Resume())
 
 
-def _post(mailbox: int, state: Mapping[str, torch.Tensor]) -> None:
-    """Write a state dict to the mailbox as safetensors."""
-    data = memoryview(pack_state(state))
+def _post(mailbox: int, state: Mapping[str, torch.Tensor], dtype: str | None) -> None:
+    """Write a state dict to the mailbox as safetensors, in the worker's number format."""
+    data = memoryview(pack_state(state, dtype))
     os.ftruncate(mailbox, 0)
     offset = 0
     while offset < len(data):
         offset += os.pwrite(mailbox, data[offset:], offset)
 
 
-def pack_state(state: Mapping[str, torch.Tensor]) -> bytes:
-    """A state dict as one safetensors file; tied tensors are written once."""
+def pack_state(state: Mapping[str, torch.Tensor], dtype: str | None = None) -> bytes:
+    """A state dict as one safetensors file; tied tensors are written once.
+
+    `dtype` is the number format of all tensors; None keeps theirs.
+    """
+    import torch
     from safetensors.torch import save
 
+    narrow: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
     unique: dict[str, torch.Tensor] = {}
     seen: set[tuple[int, tuple[int, ...]]] = set()
     for name in sorted(state, key=lambda n: n == "lm_head.weight"):
@@ -329,7 +334,7 @@ def pack_state(state: Mapping[str, torch.Tensor]) -> bytes:
             continue
         seen.add(key)
         # A copy: safetensors refuses views of shared storage.
-        unique[name] = tensor.to("cpu", copy=True).contiguous()
+        unique[name] = tensor.to("cpu", narrow or tensor.dtype, copy=True).contiguous()
     return save(unique)
 
 

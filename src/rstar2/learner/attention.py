@@ -116,9 +116,28 @@ def ragged_attention(
                 f"model: {type(module).__name__} needs {unsupported!r} in its attention, which "
                 "training without padding does not have"
             )
+    if value.dtype is torch.bfloat16 and value.device.type == "cpu":
+        # torch's kernel for CPUs takes twice as long in bfloat16 as in float32.
+        with torch.autocast("cpu", enabled=False):
+            wide = query.float(), key.float(), value.float()
+            out = _by_bucket(*wide, ragged, scaling, sliding_window).to(value.dtype)
+    else:
+        out = _by_bucket(query, key, value, ragged, scaling, sliding_window)
+    return out.unsqueeze(0), None
+
+
+def _by_bucket(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ragged: Ragged,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    """[1, heads, tokens, dim] -> [tokens, heads, dim] for all buckets."""
     sizes = [bucket.tokens for bucket in ragged.buckets]
     out = [
-        _attend(q, k, v, bucket, scaling, sliding_window)
+        _attend(q, k, v, bucket, scale, window)
         for q, k, v, bucket in zip(
             query.split(sizes, 2),
             key.split(sizes, 2),
@@ -127,7 +146,7 @@ def ragged_attention(
             strict=True,
         )
     ]
-    return (out[0] if len(out) == 1 else torch.cat(out)).unsqueeze(0), None
+    return out[0] if len(out) == 1 else torch.cat(out)
 
 
 def _attend(
