@@ -54,6 +54,7 @@ SMOLLM2 = (
     "rl.stages=[{name: rl, steps: 20, max_length: 256, max_turns: 3}]",
     "evaluation.count=120",
 )
+BFLOAT16 = ("learner.dtype=bfloat16", "model.dtype=bfloat16")
 
 Columns = dict[str, list[float | None]]
 
@@ -73,20 +74,15 @@ class Arm:
 
 ARMS = {
     "float32": Arm("float32"),
-    "bfloat16": Arm("bfloat16", ("learner.dtype=bfloat16", "model.dtype=bfloat16")),
+    "bfloat16": Arm("bfloat16", BFLOAT16),
     "lora-32": Arm(
         "LoRA, rank 32", ("learner.lora={rank: 32, alpha: 64}", "rl.optimizer.lr=2.0e-3")
     ),
-    "smollm2": Arm("all weights", (), "smollm2-135m", SMOLLM2),
-    "smollm2-bfloat16": Arm(
-        "bfloat16",
-        ("learner.dtype=bfloat16", "model.dtype=bfloat16"),
-        "smollm2-135m",
-        SMOLLM2,
-    ),
+    "smollm2-float32": Arm("all weights, float32", (), "smollm2-135m", SMOLLM2),
+    "smollm2-bfloat16": Arm("all weights, bfloat16", BFLOAT16, "smollm2-135m", SMOLLM2),
     "smollm2-lora": Arm(
-        "LoRA, rank 32",
-        ("learner.lora={rank: 32, alpha: 64}", "rl.optimizer.lr=4.0e-4"),
+        "LoRA, rank 32, bfloat16",
+        (*BFLOAT16, "learner.lora={rank: 32, alpha: 64}", "rl.optimizer.lr=4.0e-4"),
         "smollm2-135m",
         SMOLLM2,
     ),
@@ -407,10 +403,10 @@ NUMBER_FORMATS = {
 COMPARISONS = {
     "bfloat16": Comparison(("float32", "bfloat16"), bfloat16_page, NUMBER_FORMATS),
     "smollm2-bfloat16": Comparison(
-        ("smollm2", "smollm2-bfloat16"), smollm2_bfloat16_page, NUMBER_FORMATS
+        ("smollm2-float32", "smollm2-bfloat16"), smollm2_bfloat16_page, NUMBER_FORMATS
     ),
     "lora": Comparison(("float32", "lora-32"), lora_page, BEHAVIOUR),
-    "smollm2-lora": Comparison(("smollm2", "smollm2-lora"), smollm2_page, BEHAVIOUR),
+    "smollm2-lora": Comparison(("smollm2-bfloat16", "smollm2-lora"), smollm2_page, BEHAVIOUR),
 }
 LOGARITHMIC = ("mismatch/k3", "weights/probe_gap")
 SHARES = ("reward", "failing_calls_in_correct")
