@@ -18,15 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
-
-LARGE_VOCABULARY = 8192
-"""From this size on a token is found by block first: torch's cumsum adds one entry at a time."""
-BLOCK = 256
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -79,33 +74,6 @@ def keep_likely(z: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> to
     return torch.empty_like(z).scatter_(-1, order, ranked)
 
 
-def _invert(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """The token of each row at which its cumulative distribution exceeds u times its total."""
-    # float64: in float32 the tail of a large vocabulary would be lost to rounding.
-    vocabulary = p.shape[-1]
-    if vocabulary < LARGE_VOCABULARY:
-        cdf = torch.cumsum(p, dim=-1, dtype=torch.float64)
-        return _first_above(cdf, u * cdf[:, -1])
-    blocks = F.pad(p, (0, -vocabulary % BLOCK)).unflatten(-1, (-1, BLOCK))
-    cdf = torch.cumsum(blocks.double().sum(-1), dim=-1)
-    target = u * cdf[:, -1]
-    block = _first_above(cdf, target)
-    before = torch.where(block > 0, cdf.gather(-1, (block - 1).clamp(min=0)), 0.0).squeeze(-1)
-    inside = blocks.take_along_dim(block[:, :, None], dim=1).squeeze(1)
-    cdf = torch.cumsum(inside, dim=-1, dtype=torch.float64)
-    return block * BLOCK + _first_above(cdf, target - before)
-
-
-def _first_above(cdf: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Index [rows, 1] of the first entry above the target, which is kept below the total.
-
-    So that this entry exists and its probability is not 0.
-    """
-    total = cdf[:, -1]
-    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target[:, None], right=True)
-
-
 def sample(logits: torch.Tensor, policy: RowSampling, u: npt.NDArray[np.float64]) -> Draw:
     """Draw one token per row by inverting the cumulative distribution at `u`."""
     device = logits.device
@@ -124,7 +92,13 @@ def sample(logits: torch.Tensor, policy: RowSampling, u: npt.NDArray[np.float64]
         )
         z = z.index_copy(0, rows, kept)
     p = torch.softmax(z, dim=-1)
-    tokens = _invert(p, torch.from_numpy(u).to(device))
+    # float64: in float32 the tail of a large vocabulary would be lost to rounding.
+    cdf = torch.cumsum(p, dim=-1, dtype=torch.float64)
+    total = cdf[:, -1]
+    target = torch.from_numpy(u).to(device) * total
+    # Strictly below the total, so that the first larger entry exists and has p > 0.
+    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    tokens = torch.searchsorted(cdf, target[:, None], right=True)
     if greedy.any():
         best = z.argmax(dim=-1, keepdim=True)
         tokens = torch.where(torch.from_numpy(greedy).to(device)[:, None], best, tokens)
