@@ -222,7 +222,9 @@ def rewards(cells: Cells, width: int) -> str:
 def start(cells: Cells) -> str:
     """What all arms start from."""
     first = next(iter(cells.values()))
-    return f"{heldout(first, 'sft/greedy')} greedy, {heldout(first, 'sft/sampled')} sampled"
+    stage = "base" if "base/greedy" in first.heldout else "sft"  # its name in older records
+    greedy, sampled = (heldout(first, f"{stage}/{mode}") for mode in ("greedy", "sampled"))
+    return f"{greedy} greedy, {sampled} sampled"
 
 
 def growth(cell: Recorded) -> float:
