@@ -42,14 +42,15 @@ RL_HELPS = {
     "expect": "greater",
     "smallest": 0.02,
 }
+ARMS: dict[str, dict[str, object]] = {
+    "roc": {"title": "r"},
+    "grpo": {"title": "g", "set": ["rl.roc.variant=none", "rl.roc.drawn=6"], "seeds": 1},
+    "sft": {"title": "no RL", "set": ["rl.stages=[]"], "evaluate": ["bank-greedy"]},
+}
 WITH_EVALUATIONS = claim_file(
     arithmetic="native",
     seeds=2,
-    arms={
-        "roc": {"title": "r"},
-        "grpo": {"title": "g", "set": ["rl.roc.variant=none", "rl.roc.drawn=6"], "seeds": 1},
-        "sft": {"title": "no RL", "set": ["rl.stages=[]"], "evaluate": ["bank-greedy"]},
-    },
+    arms=ARMS,
     evaluations=EVALUATIONS,
     metrics={"bank": BANK},
     primary=[RL_HELPS],
@@ -202,7 +203,7 @@ def test_the_command_of_an_evaluation_makes_it(finished: Path, tmp_path: Path) -
             {"metrics": {"bank": {**BANK, "column": "evaluated/bank-sampled/pass@8"}}},
             "'pass@8' is not a figure of bank-sampled: accuracy, pass@1, pass@2, pass@3, pass@4",
         ),
-        ({"arms": {**WITH_EVALUATIONS["arms"], "x": {"title": "x", "evaluate": ["y"]}}}, "no eval"),
+        ({"arms": {**ARMS, "x": {"title": "x", "evaluate": ["y"]}}}, "no eval"),
     ],
 )
 def test_wrong_evaluations_are_explained(
