@@ -17,11 +17,13 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from time import monotonic
 
 from rstar2.agent.template import Template
 from rstar2.engine.vllm import VllmEngine
+from rstar2.engine.vllm_server import ServerSettings
 from rstar2.paper_format import TOOL_NAME
-from rstar2.types import Finish, Generation, Problem, Sampling
+from rstar2.types import EngineLoad, Finish, Generation, Problem, Sampling
 
 MEAN_CALLS, MAX_CALLS = 2.7, 9
 SIGMA = 0.8
@@ -88,7 +90,17 @@ class Script:
 class ForcedEngine(VllmEngine):
     """A vLLM engine whose turns have the lengths and endings of a script."""
 
-    script: Script
+    def __init__(self, name: str, *, server: ServerSettings, script: Script) -> None:
+        super().__init__(name, server=server)
+        self.script = script
+        self.reports: list[tuple[float, EngineLoad]] = []
+        """Load reports and their times; the caller clears them."""
+
+    async def load(self) -> EngineLoad:
+        """The engine's load, which is kept in `reports` too."""
+        load = await super().load()
+        self.reports.append((monotonic(), load))
+        return load
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, deadline_s: float

@@ -1,344 +1,220 @@
-"""Scheduling policies on two real vLLM engines with small KV caches: ours and the others.
+"""Scheduling policies on two real vLLM engines, with scarce and with ample KV: ours and the others.
 
-    python benchmarks/scheduler_vllm.py [--quick] [--json] [--seed N] [--model DIR]
+    python benchmarks/scheduler_vllm.py --results FILE [--minutes N] [--kv scarce|ample|both]
+                                        [--repetitions N] [--policies A,B] [--quick] [--json]
 
 Run it with a Python that has vLLM (docs/engines.md). It starts two servers on one core each (both
-on the same core if there is only one). Each has a KV cache for a dozen rollouts of the mean length.
-Agent loop and code environment are real; the rollouts have the paper's shape (`forced.py`). Each of
-the other policies runs between two runs of ours and is compared with their mean, so that changes in
-the machine's speed do not decide the result. All get the same rollouts and start with empty prefix
-caches. `reserve` knows the lengths of an earlier step (drawn with another seed), as in all steps of
-a run except the first; `reserve-cold` is the same policy in a first step.
+on the same core if there is only one). With scarce KV an engine holds two dozen rollouts of the
+mean length, with ample KV all that it may run. Agent loop and code environment are real; the
+rollouts have the paper's shape at 1/16 of its lengths (`forced.py`).
+
+Each rival runs between two runs of ours and is compared with their mean, so that changes in the
+machine's speed do not decide the result. All get the same rollouts, which differ between the
+repetitions, and start with empty prefix caches. Policies that learn (ours, AIMD, prime-rl, mean
+cap) start every run with what they learnt in a run with other rollouts.
+
+Every run is appended to the file of `--results`; the same command resumes an interrupted
+comparison, and `--minutes` ends it after about so long. `--repetitions 0` only prints the results.
 
 The cost of a preemption decides how much admission control is worth: if the model is too small,
 recomputing a prefix takes less than one engine step, and overfilling the cache costs almost
-nothing. `--size` selects an untrained model of one of three sizes; docs/benchmarks.md has the
-results of each.
+nothing. `--size` selects an untrained model of one of three sizes.
 
-Each measurement is shown with the prediction of `rstar2 simulate`, from an engine model fitted to
-steps that are measured on these engines before the first policy runs.
+Each measurement is shown with the prediction of `rstar2 simulate` (`policy_runs.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
+import random
 import statistics
 import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from common import Row, arguments, finish, say
-from forced import ForcedEngine, Plan, Script, draw_plans, problems
+from common import Row, arguments, finish, median, say
+from forced import ForcedEngine, Script, draw_plans, problems
+from policy_runs import (
+    ENGINES,
+    LOAD_POLL_S,
+    OURS,
+    WARM_UP,
+    PolicyRun,
+    Prediction,
+    Setting,
+    append_run,
+    comparisons,
+    learns,
+    make_scheduler,
+    mean_steps,
+    measured_rollouts,
+    predictions,
+    read_runs,
+)
 from rstar2.agent.loop import AgentLoop, RolloutSpec
 from rstar2.agent.template import Template
 from rstar2.codeenv.client.client import CodeEnvClient
-from rstar2.config import (
-    AgentConfig,
-    CodeEnvConfig,
-    SamplingConfig,
-    SchedulerConfig,
-    TemplateConfig,
-)
+from rstar2.config import AgentConfig, CodeEnvConfig, SamplingConfig, TemplateConfig
 from rstar2.engine.vllm_server import ServerSettings
 from rstar2.environments.python_math import PythonMath
 from rstar2.errors import EngineError
+from rstar2.learner.tiny import make_tokenizer
 from rstar2.rollout.fleet import Fleet
-from rstar2.rollout.forecast import LengthModel
 from rstar2.rollout.scheduler import Scheduler
-from rstar2.rollout.simulate.model import EngineFit, EngineModel, MeasuredStep, fit_engine
-from rstar2.rollout.simulate.simulation import Simulation
-from rstar2.rollout.simulate.workload import RolloutPlan, TurnPlan, Workload
-from rstar2.types import Sampling, StopReason, Trajectory
+from rstar2.types import StopReason, Trajectory
 
-OURS = "reserve"
-COLD = "reserve-cold"
-OTHERS = ("static_split", "round_robin", "least_requests", "sticky_hash", "aimd", COLD)
+RIVALS = (
+    *("static_split", "round_robin", "least_requests", "least_kv", "sticky_hash"),
+    *("aimd", "prime_rl", "mean_cap", "thunder_agent"),
+)
+QUICK = ("least_requests",)
+KV = {"scarce": 6144, "ample": 24576}
 SIZES = {"tiny": (128, 3), "small": (256, 4), "medium": (512, 6)}
 """Hidden size and layers."""
 GROUP = 8
-BLOCK = 32
-PROMPT_TOKENS, RESPONSE_TOKENS = 60, 16
-"""Approximate values that `lengths_of` assumes for the earlier step."""
+REPETITIONS = 6
+"""Fewer are shown but not judged."""
 DEADLINE_S = 900.0
-LOAD_POLL_S = 0.25
 AGENT = AgentConfig(generate_deadline_s=DEADLINE_S, tool_deadline_s=120.0)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Sizes of one benchmark run."""
+@dataclass
+class Bench:
+    """Two running engines of one KV size, and what the policies have learnt on them."""
 
-    rollouts: int
-    repetitions: int
-    kv_tokens: int = 6144
-    max_length: int = 512
-    max_turns: int = 10
-    max_sequences: int = 64
-    mean_turn: int = 48
-    mean_wait_s: float = 0.2
+    setting: Setting
+    engines: Sequence[ForcedEngine]
+    tools: CodeEnvClient
+    template: Template
+    file: Path
+    process: int
+    learnt: dict[str, Scheduler] = field(default_factory=dict)
+    """Schedulers as they were after the warm-up; every run starts with a copy."""
 
+    async def warm_up(self, policy: str) -> None:
+        """Let a policy learn in a run with rollouts that no repetition has."""
+        if learns(policy) and policy not in self.learnt:
+            scheduler = make_scheduler(policy)
+            await self._run(policy, WARM_UP, scheduler)
+            self.learnt[policy] = scheduler
 
-@dataclass(frozen=True)
-class Predicted:
-    """The simulator's prediction for the same rollouts under the same policy."""
+    async def measure(self, policy: str, repetition: int) -> None:
+        """Run all rollouts of the repetition under one policy, and keep the result."""
+        scheduler = deepcopy(self.learnt[policy]) if learns(policy) else make_scheduler(policy)
+        await self._run(policy, repetition, scheduler)
 
-    speed: float
-    preemptions: int
-    idle_share: float
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One run of all rollouts under one policy."""
-
-    policy: str
-    wall_s: float
-    tokens: int
-    """Tokens sampled by the engines."""
-    preemptions: int
-    idle_share: float
-    """Mean share of the time in which an engine was idle."""
-    moved: int
-    truncated: int
-    predicted: Predicted
-
-    @property
-    def speed(self) -> float:
-        return self.tokens / self.wall_s
-
-
-# --------------------------------------------------------------------------- one policy
-
-
-async def measure(
-    policy: str,
-    run: str,
-    engines: Sequence[ForcedEngine],
-    plans: Sequence[Plan],
-    tools: CodeEnvClient,
-    template: Template,
-    setting: Setting,
-    model: EngineModel,
-) -> Measured:
-    """Run all rollouts at once under one policy."""
-    script = engines[0].script
-    for engine in engines:
-        await engine.client.forget(60.0)
-    scheduler = Scheduler(config_of(policy), lengths_of(policy, setting))
-    fleet = Fleet(engines, scheduler, load_poll_s=LOAD_POLL_S)
-    for engine in engines:
-        fleet.join(engine.name, 0)
-    before = [(await engine.load()).preemptions for engine in engines]
-    fleet.take_usage()
-    asked = problems(-(-len(plans) // GROUP))
-    started = time.perf_counter()
-    loop = AgentLoop(PythonMath(template.config), fleet, tools, template, AGENT)
-    work = []
-    for index, plan in enumerate(plans):
-        group = f"{run}/{index // GROUP}"
-        script.add(f"{group}/{index}", plan)
-        work.append(
-            loop.run(
-                asked[index // GROUP],
-                id=f"{group}/{index}",
-                group_id=group,
-                seed=index,
-                spec=RolloutSpec(SamplingConfig(), setting.max_length, setting.max_turns),
-                graded=False,
-            )
-        )
-    made = await asyncio.gather(*work)
-    wall = time.perf_counter() - started
-    use = fleet.take_usage()
-    after = [(await engine.load()).preemptions for engine in engines]
-    await fleet.stop()
-    for trajectory in made:
-        if trajectory.stop not in (StopReason.ANSWERED, StopReason.MAX_LENGTH):
-            raise SystemExit(f"{trajectory.id}: {trajectory.stop}, {trajectory.failure}")
-    return Measured(
-        policy=policy,
-        wall_s=wall,
-        tokens=sum(t.sampled_tokens for t in made),
-        preemptions=sum(after) - sum(before),
-        idle_share=statistics.mean(u.idle_share for u in use),
-        moved=sum(u.moved for u in use),
-        truncated=sum(t.truncated for t in made),
-        predicted=predict(policy, made, setting, model),
-    )
-
-
-def config_of(policy: str) -> SchedulerConfig:
-    return SchedulerConfig.model_validate({"policy": policy.removesuffix("-cold")})
-
-
-def lengths_of(policy: str, setting: Setting) -> LengthModel:
-    """The lengths learnt from an earlier step; empty in a cold start."""
-    lengths = LengthModel()
-    if policy != COLD:
-        before = draw_plans(
-            512, seed=-1, mean_turn=setting.mean_turn, mean_wait_s=setting.mean_wait_s
-        )
-        for plan in before:
-            completion = sum(plan.turns) + RESPONSE_TOKENS * len(plan.waits)
-            most = setting.max_length - PROMPT_TOKENS
-            lengths.observe(min(completion, most), truncated=completion >= most)
-    return lengths
-
-
-def predict(
-    policy: str, made: Sequence[Trajectory], setting: Setting, model: EngineModel
-) -> Predicted:
-    """Simulate the measured rollouts and tool latencies under the same policy."""
-    plans = tuple(
-        RolloutPlan(
-            t.id,
-            t.group_id,
-            len(t.prompt_ids),
-            tuple(
-                TurnPlan(
-                    len(u.sampled_ids), u.tools_s * (u is not t.turns[-1]), len(u.response_ids)
-                )
-                for u in t.turns
-            ),
-            setting.max_length,
-            t.truncated,
-        )
-        for t in made
-    )
-    workload = Workload("measured", plans, (model, model))
-    scheduler = Scheduler(config_of(policy), lengths_of(policy, setting))
-    simulation = Simulation(workload, config_of(policy), scheduler=scheduler)
-    simulation.run()
-    wall = max(simulation.ends.values())
-    tallies = [engine.tally for engine in simulation.engines]
-    return Predicted(
-        speed=sum(t.sampled_tokens for t in made) / wall,
-        preemptions=sum(tally.preemptions for tally in tallies),
-        idle_share=1.0 - statistics.mean(tally.busy_s for tally in tallies) / wall,
-    )
-
-
-# --------------------------------------------------------------------------- calibration
-
-
-async def steps_of(engine: ForcedEngine, setting: Setting, quick: bool) -> list[MeasuredStep]:
-    """Measure decoding at several batch sizes and contexts, and prompts of several lengths."""
-    salt = 0
-
-    async def batch(count: int, prompt: int, new: int) -> float:
-        """Seconds for `count` concurrent requests without cached prompts."""
-        nonlocal salt
-        salt += 1
-        sampling = Sampling(max_new_tokens=new)
-        extra = {"allowed_token_ids": engine.script.allowed}
+    async def _run(self, policy: str, repetition: int, scheduler: Scheduler) -> None:
+        setting, engines = self.setting, self.engines
+        fleet = Fleet(engines, scheduler, load_poll_s=LOAD_POLL_S)
+        before = []
+        for engine in engines:
+            await engine.client.forget(60.0)
+            before.append((await engine.load()).preemptions)
+            engine.reports.clear()
+            fleet.join(engine.name, 0)
+            # what other policies preempted meanwhile is no news for this one
+            scheduler.state.engines[engine.name].preemptions = before[-1]
+        fleet.take_usage()
         started = time.perf_counter()
-        await asyncio.gather(
-            *(
-                engine.client.generate(
-                    [10 + i % 50, *[20 + (i * k) % 300 for k in range(prompt - 1)]],
-                    sampling,
-                    salt=f"steps-{salt}",
-                    deadline_s=300.0,
-                    extra=extra,
-                )
-                for i in range(count)
-            )
+        made = await asyncio.gather(*self._rollouts(fleet, repetition))
+        wall = time.perf_counter() - started
+        use = fleet.take_usage()
+        await fleet.stop()
+        steps = [step for engine in engines for step in mean_steps(engine.reports)]
+        after = []
+        for engine in engines:
+            load = await engine.load()
+            after.append(load.preemptions)
+            scheduler.load_reported(engine.name, load, time.monotonic())  # it is idle now
+        for trajectory in made:
+            if trajectory.stop not in (StopReason.ANSWERED, StopReason.MAX_LENGTH):
+                raise SystemExit(f"{trajectory.id}: {trajectory.stop}, {trajectory.failure}")
+        run = PolicyRun(
+            setting=setting,
+            process=self.process,
+            kv_tokens=engines[0].capacity().kv_tokens,
+            repetition=repetition,
+            policy=policy,
+            wall_s=wall,
+            preemptions=sum(after) - sum(before),
+            idle_share=statistics.mean(u.idle_share for u in use),
+            moved=sum(u.moved for u in use),
+            rollouts=measured_rollouts(made, setting.max_length),
+            steps=tuple(steps),
         )
-        return time.perf_counter() - started
+        append_run(self.file, run)
+        say(
+            f"{time.strftime('%H:%M:%S')} {setting.kv} KV, "
+            f"{'warm-up' if repetition == WARM_UP else f'repetition {repetition}'}, {policy}: "
+            f"{wall:.1f} s, {run.tokens / wall:.0f} tokens/s, {run.preemptions} preemptions, "
+            f"idle {run.idle_share:.0%}"
+        )
 
-    await batch(4, 64, 16)  # warm
-    rows: list[MeasuredStep] = []
-    room = setting.kv_tokens
-    for count in (1, 4, 8, 16, 32):
-        for prompt in (32, 160):
-            short, long = 8, 56 if quick else 88
-            if count * (prompt + long + BLOCK) > room:
-                continue
-            first = await batch(count, prompt, short)
-            second = await batch(count, prompt, long)
-            context = round(count * (prompt + (short + long) / 2))
-            rows.append(MeasuredStep(count, context, max(1e-5, (second - first) / (long - short))))
-    for count, prompt in ((1, 64), (1, 384), (4, 128), (4, 384)):
-        seconds = await batch(count, prompt, 1)
-        pairs = count * prompt * (prompt - 1) // 2
-        rows.append(MeasuredStep(0, 0, seconds, prefill=count * prompt, pairs=pairs))
-    return rows
-
-
-async def calibrate(engines: Sequence[ForcedEngine], setting: Setting, quick: bool) -> EngineFit:
-    """Fit one model to steps of both engines, measured while both work."""
-    measured = await asyncio.gather(*(steps_of(engine, setting, quick) for engine in engines))
-    model = EngineModel(
-        name="vllm-tiny",
-        kv_tokens=engines[0].capacity().kv_tokens,
-        block_tokens=BLOCK,
-        max_sequences=setting.max_sequences,
-        batch_tokens=2048,
-    )
-    return fit_engine(model, [step for steps in measured for step in steps])
-
-
-# --------------------------------------------------------------------------- all policies
+    def _rollouts(self, fleet: Fleet, repetition: int) -> Iterator[asyncio.Task[Trajectory]]:
+        """Start all rollouts of a repetition."""
+        setting = self.setting
+        plans = draw_plans(
+            setting.rollouts,
+            seed=1000 * setting.seed + repetition,
+            mean_turn=setting.mean_turn,
+            mean_wait_s=setting.mean_wait_s,
+        )
+        asked = problems(-(-len(plans) // GROUP))
+        loop = AgentLoop(PythonMath(self.template.config), fleet, self.tools, self.template, AGENT)
+        spec = RolloutSpec(SamplingConfig(), setting.max_length, setting.max_turns)
+        for index, plan in enumerate(plans):
+            group = f"{repetition}/{index // GROUP}"
+            self.engines[0].script.add(f"{group}/{index}", plan)
+            yield asyncio.ensure_future(
+                loop.run(
+                    asked[index // GROUP],
+                    id=f"{group}/{index}",
+                    group_id=group,
+                    seed=index,
+                    spec=spec,
+                    graded=False,
+                )
+            )
 
 
-async def compare(
-    model: Path, setting: Setting, policies: Sequence[str], args: Namespace
-) -> tuple[list[Measured], EngineFit]:
-    """Start two engines, fit the engine model and measure the policies in turn."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
+@asynccontextmanager
+async def running_bench(
+    model: Path, setting: Setting, file: Path, process: int
+) -> AsyncIterator[Bench]:
+    """Start two engines and a code environment; stop them at the end."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     template = Template(tokenizer, TemplateConfig(system="none", instruction="none"))
     script = Script(template, len(tokenizer))
     cores = sorted(os.sched_getaffinity(0))
     engines = []
-    for index in range(2):
-        settings = ServerSettings(
+    for index in range(ENGINES):
+        server = ServerSettings(
             model=str(model),
             kv_tokens=setting.kv_tokens,
             max_sequences=setting.max_sequences,
             max_length=setting.max_length,
-            block_tokens=BLOCK,
+            block_tokens=setting.block_tokens,
             cores=(cores[index % len(cores)],),
         )
-        engine = ForcedEngine(f"vllm-{index}", server=settings)
-        engine.script = script
-        engines.append(engine)
-    plans = draw_plans(
-        setting.rollouts,
-        seed=args.seed,
-        mean_turn=setting.mean_turn,
-        mean_wait_s=setting.mean_wait_s,
-    )
-    say(f"starting two vLLM servers on cores {cores}")
+        engines.append(ForcedEngine(f"engine-{index}", server=server, script=script))
+    say(f"starting {ENGINES} vLLM servers with {setting.kv} KV on cores {cores}")
     try:
         await asyncio.gather(*(engine.start() for engine in engines))
         async with await CodeEnvClient.start(CodeEnvConfig(slots=24)) as tools:
-            fitted = await calibrate(engines, setting, args.quick)
-            say(f"{fitted.model} (median error {fitted.median_error:.1%})")
-            made: list[Measured] = []
-            for repetition in range(setting.repetitions):
-                for place, policy in enumerate(in_turns(policies)):
-                    run = f"{policy}-{repetition}-{place}"
-                    measured = await measure(
-                        policy, run, engines, plans, tools, template, setting, fitted.model
-                    )
-                    say(
-                        f"{run}: {measured.speed:.0f} tokens/s, {measured.wall_s:.1f} s, "
-                        f"{measured.preemptions} preemptions, idle {measured.idle_share:.0%}"
-                    )
-                    made.append(measured)
-            return made, fitted
+            yield Bench(setting, engines, tools, template, file, process)
     except EngineError:
         for engine in engines:
             say(f"{engine.name}: {engine.last_words()}")
@@ -347,12 +223,39 @@ async def compare(
         await asyncio.gather(*(engine.close() for engine in engines))
 
 
+async def measure_missing(
+    model: Path, settings: Sequence[Setting], rivals: Sequence[str], args: Namespace
+) -> None:
+    """Make the runs that the file does not have yet, until the time is over."""
+    process = int(time.time())
+    for setting in settings:
+        known = comparisons(read_runs(args.results, setting))
+        missing = [
+            (repetition, [r for r in shuffled(rivals, repetition) if (repetition, r) not in known])
+            for repetition in range(args.repetitions)
+        ]
+        if not any(left for _, left in missing):
+            continue
+        async with running_bench(model, setting, args.results, process) as bench:
+            for policy in (OURS, *rivals):
+                await bench.warm_up(policy)
+            for repetition, left in missing:
+                if left:
+                    await bench.measure(OURS, repetition)
+                for rival in left:
+                    if args.minutes is not None and time.time() > process + 60 * args.minutes:
+                        return
+                    await bench.measure(rival, repetition)
+                    await bench.measure(OURS, repetition)
+
+
+def shuffled(rivals: Sequence[str], repetition: int) -> list[str]:
+    """The order of the rivals in one repetition."""
+    return random.Random(repetition).sample(rivals, len(rivals))
+
+
 def make_model(directory: Path, size: str) -> Path:
     """An untrained model with the tiny recipe's tokenizer; its output does not matter here."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from rstar2.learner.tiny import make_tokenizer
-
     hidden, layers = SIZES[size]
     tokenizer = make_tokenizer()
     config = LlamaConfig(
@@ -374,94 +277,98 @@ def make_model(directory: Path, size: str) -> Path:
     return directory / size
 
 
-def in_turns(policies: Sequence[str]) -> list[str]:
-    """Our policy before, between and after the others."""
-    turns = [OURS]
-    for policy in policies:
-        if policy != OURS:
-            turns += [policy, OURS]
-    return turns
+# --------------------------------------------------------------------------- results
 
 
-def beside(made: Sequence[Measured], policy: str) -> tuple[float, float]:
-    """Tokens per second of ours and of a policy that ran in between, by their median ratio."""
-    pairs = [
-        (one.speed, (before.speed + after.speed) / 2 / one.speed)
-        for before, one, after in zip(made, made[1:], made[2:], strict=False)
-        if one.policy == policy
-    ]
-    theirs = statistics.median(speed for speed, _ in pairs)
-    return theirs * statistics.median(ratio for _, ratio in pairs), theirs
-
-
-def rows_of(made: Sequence[Measured], policies: Sequence[str]) -> list[Row]:
-    """Our policy compared with each of the others."""
+def rows_of(setting: Setting, runs: Sequence[PolicyRun], made: Sequence[Prediction]) -> list[Row]:
+    """Our speed relative to every rival, and the errors of the predictions."""
     rows = []
-    for policy in policies:
-        if policy == OURS:
-            continue
-        target = {"static_split": ">= 1.3", COLD: None}.get(policy, ">= 0.98")
-        ours, theirs = beside(made, policy)
-        rows.append(Row(f"tokens/s, {policy}", ours, theirs, target, "", policy))
-    worst = max(m.preemptions for m in made if m.policy == OURS)
-    rows.append(Row("our preemptions, worst run", float(worst)))
+    known = comparisons(runs)
+    for rival in dict.fromkeys(policy for _, policy in known):
+        ratios = [c.ratio for (_, policy), c in known.items() if policy == rival]
+        target = ">= 0.98" if len(ratios) >= REPETITIONS else None
+        case = f"{setting.kv}, ours / {rival} {among(ratios)}"
+        rows.append(Row(case, median(ratios), target=target))
+    for policy in dict.fromkeys(p.run.policy for p in made):
+        ratios = [p.ratio for p in made if p.run.policy == policy]
+        target = "<= 0.1" if len(ratios) >= REPETITIONS else None
+        case = f"{setting.kv}, error of predicted {policy} {among(ratios)}"
+        rows.append(Row(case, abs(median(ratios) - 1), target=target))
     return rows
 
 
-def print_table(made: Sequence[Measured], policies: Sequence[str]) -> None:
-    """Medians of all measurements over the repetitions, with the predictions."""
-    table = Table(box=None)
+def among(ratios: Sequence[float]) -> str:
+    """The number of repetitions and their range: (6: 0.97-1.04)."""
+    return f"({len(ratios)}: {min(ratios):.2f}-{max(ratios):.2f})"
+
+
+def print_table(setting: Setting, made: Sequence[Prediction]) -> None:
+    """Medians of all measurements, with the predictions."""
+    table = Table(title=f"{setting.kv} KV: medians, measured and predicted", box=None)
     table.add_column("policy", no_wrap=True)
-    for name in ("tokens/s", "predicted", "error", "preemptions", "predicted", "idle", "predicted"):
-        table.add_column(name, justify="right")
-    for policy in policies:
-        mine = [m for m in made if m.policy == policy]
-        speed = statistics.median(m.speed for m in mine)
-        predicted = statistics.median(m.predicted.speed for m in mine)
+    for name in ("runs", "seconds", "predicted", "preempted", "predicted", "idle", "predicted"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for policy in dict.fromkeys(p.run.policy for p in made):
+        mine = [p for p in made if p.run.policy == policy]
         table.add_row(
             policy,
-            f"{speed:.0f} ({min(m.speed for m in mine):.0f}-{max(m.speed for m in mine):.0f})",
-            f"{predicted:.0f}",
-            f"{predicted / speed - 1:+.0%}",
-            f"{statistics.median(m.preemptions for m in mine):.0f}",
-            f"{statistics.median(m.predicted.preemptions for m in mine):.0f}",
-            f"{statistics.median(m.idle_share for m in mine):.1%}",
-            f"{statistics.median(m.predicted.idle_share for m in mine):.1%}",
+            str(len(mine)),
+            f"{median([p.run.wall_s for p in mine]):.3g}",
+            f"{median([p.wall_s for p in mine]):.3g}",
+            f"{median([p.run.preemptions for p in mine]):.0f}",
+            f"{median([p.preemptions for p in mine]):.0f}",
+            f"{median([p.run.idle_share for p in mine]):.1%}",
+            f"{median([p.idle_share for p in mine]):.1%}",
         )
     Console(stderr=True).print(table)
 
 
 def main() -> int:
     parser = arguments(str(__doc__).partition("\n")[0])
-    parser.add_argument(
-        "--size", choices=SIZES, default="small", help="Size of the untrained model."
-    )
+    parser.add_argument("--results", type=Path, help="Keep all runs in this file and resume it.")
+    parser.add_argument("--minutes", type=float, help="Start no comparison after so many minutes.")
+    parser.add_argument("--kv", choices=(*KV, "both"), help="KV sizes (both; scarce with --quick).")
+    parser.add_argument("--size", choices=SIZES, default="small", help="Of the untrained model.")
     parser.add_argument("--model", type=Path, help="Use this model directory instead.")
-    parser.add_argument("--kv", type=int, default=Setting.kv_tokens, help="KV tokens per engine.")
-    parser.add_argument("--rollouts", type=int, help="Number of rollouts (200; 48 with --quick).")
+    parser.add_argument("--rollouts", type=int, help="Number of rollouts (160; 32 with --quick).")
     parser.add_argument(
-        "--repetitions", type=int, help="Number of repetitions (3; 1 with --quick)."
+        "--repetitions", type=int, help=f"Of each comparison ({REPETITIONS}; 1 with --quick)."
     )
-    parser.add_argument("--policies", default=",".join((OURS, *OTHERS)))
+    parser.add_argument("--policies", help="Rivals, separated by commas; mean_cap:FACTOR.")
     args = parser.parse_args()
-    setting = Setting(
-        rollouts=args.rollouts or (48 if args.quick else 200),
-        repetitions=args.repetitions or (1 if args.quick else 3),
-        kv_tokens=args.kv,
-    )
-    policies = args.policies.split(",")
+    if args.repetitions is None:
+        args.repetitions = 1 if args.quick else REPETITIONS
+    kv = args.kv or ("scarce" if args.quick else "both")
+    settings = [
+        Setting(
+            model=str(args.model or args.size),
+            kv=name,
+            kv_tokens=KV[name],
+            rollouts=args.rollouts or (32 if args.quick else 160),
+            seed=args.seed,
+        )
+        for name in (KV if kv == "both" else [kv])
+    ]
+    rivals = args.policies.split(",") if args.policies else QUICK if args.quick else RIVALS
     with tempfile.TemporaryDirectory() as directory:
-        model = args.model or make_model(Path(directory), args.size)
-        made, fitted = asyncio.run(compare(model, setting, policies, args))
-    print_table(made, policies)
-    notes = {
-        "setting": asdict(setting),
-        "size": str(args.model or args.size),
-        "engine_model": json.loads(fitted.model.to_json()),
-        "engine_model_error": {"median": fitted.median_error, "worst": fitted.worst_error},
-        "runs": [{**asdict(m), "speed": m.speed} for m in made],
-    }
-    return finish("scheduler_vllm", rows_of(made, policies), args, notes)
+        args.results = args.results or Path(directory) / "runs.jsonl"
+        if args.repetitions:
+            model = args.model or make_model(Path(directory), args.size)
+            asyncio.run(measure_missing(model, settings, rivals, args))
+        rows: list[Row] = []
+        notes: dict[str, object] = {}
+        for setting in settings:
+            runs = read_runs(args.results, setting)
+            made = predictions(runs)
+            print_table(setting, made)
+            rows += rows_of(setting, runs, made)
+            fits = [p.fit for p in made]
+            notes[setting.kv] = {
+                "setting": msgspec.to_builtins(setting),
+                "engine_model": asdict(fits[-1].model) if fits else None,
+                "engine_model_error": median([f.median_error for f in fits]) if fits else None,
+            }
+    return finish("scheduler_vllm", rows, args, notes)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python scripts/arm_curves.py                        # write all pages from recorded numbers
     python scripts/arm_curves.py --run bfloat16 lora    # train the missing arms, then write
     python scripts/arm_curves.py --run lora --sft RUN   # SFT weights of a run of the recipe
-    python scripts/arm_curves.py --run smollm2-lora smollm2-bfloat16     # hours
+    python scripts/arm_curves.py --run smollm2-lora     # an hour
     python scripts/arm_curves.py --record lora-32       # the steps of an arm that was stopped early
 
 Arms run one after the other, each as one `rstar2 train` of its own. Their numbers are kept in
@@ -78,10 +78,9 @@ ARMS = {
     "lora-32": Arm(
         "LoRA, rank 32", ("learner.lora={rank: 32, alpha: 64}", "rl.optimizer.lr=2.0e-3")
     ),
-    "smollm2-float32": Arm("all weights, float32", (), "smollm2-135m", SMOLLM2),
-    "smollm2-bfloat16": Arm("all weights, bfloat16", BFLOAT16, "smollm2-135m", SMOLLM2),
+    "smollm2": Arm("all weights", BFLOAT16, "smollm2-135m", SMOLLM2),
     "smollm2-lora": Arm(
-        "LoRA, rank 32, bfloat16",
+        "LoRA, rank 32",
         (*BFLOAT16, "learner.lora={rank: 32, alpha: 64}", "rl.optimizer.lr=4.0e-4"),
         "smollm2-135m",
         SMOLLM2,
@@ -222,7 +221,9 @@ def rewards(cells: Cells, width: int) -> str:
 def start(cells: Cells) -> str:
     """What all arms start from."""
     first = next(iter(cells.values()))
-    return f"{heldout(first, 'sft/greedy')} greedy, {heldout(first, 'sft/sampled')} sampled"
+    stage = "base" if "base/greedy" in first.heldout else "sft"  # its name in older records
+    greedy, sampled = (heldout(first, f"{stage}/{mode}") for mode in ("greedy", "sampled"))
+    return f"{greedy} greedy, {sampled} sampled"
 
 
 def growth(cell: Recorded) -> float:
@@ -265,53 +266,32 @@ def tolerances(cells: Cells) -> str:
 
 def bfloat16_page(cells: Cells) -> str:
     shared = min(cell.count for cell in cells.values())
-    return number_formats(
-        cells,
-        f"In bfloat16 the tiny recipe learns as in float32, over {shared} RL steps",
-        "The tiny recipe, RL",
-        "bfloat16",
-        problems=120,
-        width=5,
-    )
+    return f"""# In bfloat16 the tiny recipe learns as in float32, over {shared} RL steps
 
-
-def smollm2_bfloat16_page(cells: Cells) -> str:
-    return number_formats(
-        cells,
-        "SmolLM2-135M in bfloat16 beside float32",
-        "`recipes/smollm2-135m.yaml`, RL",
-        "smollm2-bfloat16",
-        problems=120,
-        width=5,
-    )
-
-
-def number_formats(
-    cells: Cells, title: str, what: str, page: str, *, problems: int, width: int
-) -> str:
-    """A page that compares bfloat16 with float32."""
-    measured = f"accuracy on {problems} held-out problems with 95% intervals"
-    most = max(growth(cell) for name, cell in cells.items() if name.endswith("bfloat16"))
-    return f"""# {title}
-
-{what} from the same SFT weights ({start(cells)}), one seed.
+The tiny recipe, RL from the same SFT weights ({start(cells)}), one seed.
 Master weights and optimizer state are float32 in all arms. `learner.dtype: bfloat16` computes the
 forward and backward pass in bfloat16, `model.dtype: bfloat16` the embedded engines. The runs were
 made on a CPU, not on a GPU.
 
-{COMMAND.format(page)}
+{COMMAND.format("bfloat16")}
 
 ## Reward and accuracy
 
-Mean reward of the rollouts by step, then {measured}.
+Mean reward of the rollouts by step, then accuracy on 120 held-out problems with 95% intervals.
 
-{rewards(cells, width)}
+{rewards(cells, 5)}
 
-![Reward, tool errors, mismatch and probe by step]({page}.svg)
+![Reward, tool errors, mismatch and probe by step](bfloat16.svg)
 
 An arm with fewer steps was stopped early. One seed cannot show a small difference between the arms.
 
-## Mismatch between engine and learner
+{number_formats(cells)}"""
+
+
+def number_formats(cells: Cells) -> str:
+    """How engine and learner differ, and what the probe allows."""
+    most = max(growth(cell) for name, cell in cells.items() if BFLOAT16[0] in ARMS[name].set)
+    return f"""## Mismatch between engine and learner
 
 The logprobs of the same sampled tokens: the engine's when it sampled them, and the learner's before
 its update. k3 is an estimate of their KL divergence. The importance correction
@@ -358,10 +338,11 @@ width. This shows that the adapter path learns. It does not show which rank a la
 
 
 def smollm2_page(cells: Cells) -> str:
-    return f"""# LoRA beside full training on SmolLM2-135M
+    return f"""# SmolLM2-135M learns with LoRA and with all weights, in bfloat16
 
-`recipes/smollm2-135m.yaml` from the same SFT weights ({start(cells)}), one seed.
-The learning rate is 4e-5 for all weights and 4e-4 for LoRA; neither was tuned.
+`recipes/smollm2-135m.yaml` from the same SFT weights ({start(cells)}), one seed. Engines and
+learner compute in bfloat16; master weights and optimizer state are float32. The learning rate is
+4e-5 for all weights and 4e-4 for LoRA; neither was tuned.
 
 {COMMAND.format("smollm2-lora")}
 
@@ -370,7 +351,11 @@ Mean reward of the rollouts, then accuracy on 120 held-out SVAMP problems with 9
 {rewards(cells, 5)}
 
 ![Reward, tool errors, entropy and length by step](smollm2-lora.svg)
-"""
+
+A step has 64 rollouts of eight problems at most, so the reward of a single step varies by ten
+points and more.
+
+{number_formats(cells)}"""
 
 
 COMMAND = """<!-- not run: takes an hour -->
@@ -402,11 +387,8 @@ NUMBER_FORMATS = {
 }
 COMPARISONS = {
     "bfloat16": Comparison(("float32", "bfloat16"), bfloat16_page, NUMBER_FORMATS),
-    "smollm2-bfloat16": Comparison(
-        ("smollm2-float32", "smollm2-bfloat16"), smollm2_bfloat16_page, NUMBER_FORMATS
-    ),
     "lora": Comparison(("float32", "lora-32"), lora_page, BEHAVIOUR),
-    "smollm2-lora": Comparison(("smollm2-bfloat16", "smollm2-lora"), smollm2_page, BEHAVIOUR),
+    "smollm2-lora": Comparison(("smollm2", "smollm2-lora"), smollm2_page, BEHAVIOUR),
 }
 LOGARITHMIC = ("mismatch/k3", "weights/probe_gap")
 SHARES = ("reward", "failing_calls_in_correct")

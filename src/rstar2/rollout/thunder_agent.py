@@ -24,7 +24,9 @@ LONGEST_PAUSE_S = 1800.0
 class ThunderAgent:
     """Pauses the smallest rollouts of an engine that is too full, resumes the smallest first."""
 
-    def __init__(self) -> None:
+    def __init__(self, check_s: float = CHECK_S, buffer: int = BUFFER) -> None:
+        self._check_s = check_s
+        self._buffer = buffer
         self._checked = 0.0
         self._paused: dict[str, float] = {}
         """Rollouts without an engine, and since when."""
@@ -63,7 +65,7 @@ class ThunderAgent:
                 lost |= name not in self._paused
                 self._paused.setdefault(name, now)
                 state.enqueue(name)
-        due = now - self._checked >= CHECK_S or now < self._checked
+        due = now - self._checked >= self._check_s or now < self._checked
         if due or lost or not _busy(state):
             self._checked = now
             for name in [n for n in (*self._paused, *self._assigned) if n not in state.sessions]:
@@ -81,7 +83,7 @@ class ThunderAgent:
         placements = []
         free = {name: self._free(state, name) for name in state.serving}
         while (new := state.next_new()) is not None:
-            needed = state.sessions[new].tokens + BUFFER
+            needed = state.sessions[new].tokens + self._buffer
             engine = max(free, key=lambda e: free[e])
             if free[engine] < needed and state.engines[engine].resident:
                 self._queued = True
@@ -100,13 +102,13 @@ class ThunderAgent:
         chosen, room = [], sum(max(0, tokens) for tokens in free.values())
         for priority, tokens, _, name in sorted(waiting):
             overdue = now - self._paused.get(name, now) > LONGEST_PAUSE_S
-            if tokens + BUFFER <= room or overdue or not _busy(state):
+            if tokens + self._buffer <= room or overdue or not _busy(state):
                 chosen.append((priority == 2, -tokens, name))
-                room -= tokens + BUFFER
+                room -= tokens + self._buffer
         placements: list[Placement] = []
         for acting, negative, name in sorted(chosen):
             engine = max(free, key=lambda e: free[e])
-            needed = BUFFER - negative
+            needed = self._buffer - negative
             if free[engine] < needed and state.engines[engine].resident:
                 continue
             free[engine] -= needed
@@ -126,7 +128,7 @@ class ThunderAgent:
                     return
                 if state.sessions[name].phase is not phase or name in self._marked:
                     continue
-                over -= tokens + BUFFER
+                over -= tokens + self._buffer
                 if phase is Phase.HOLDING:
                     self._pause(state, name, now)
                 else:
@@ -150,7 +152,7 @@ class ThunderAgent:
         engine = state.engines[name]
         here = [s for s in engine.resident if s not in self._marked]
         here += [s for s, e in self._assigned.items() if e == name and s in state.sessions]
-        return engine.budget.total - sum(_tokens(state, s) + BUFFER for s in here)
+        return engine.budget.total - sum(_tokens(state, s) + self._buffer for s in here)
 
 
 def _tokens(state: SchedulerState, name: str) -> int:

@@ -33,16 +33,16 @@ from rstar2.types import EngineCapacity
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One measured step, or the mean of equal ones."""
+    """One measured step, or the mean of several."""
 
-    batch: int
+    batch: float
     """Rollouts that decoded a token."""
-    context: int
+    context: float
     """Sum of their tokens before the step."""
     seconds: float
-    prefill: int = 0
+    prefill: float = 0
     """Prompt tokens computed in the same step."""
-    pairs: int = 0
+    pairs: float = 0
     """Sum over the prompt tokens of the step of the number of tokens before each."""
 
 

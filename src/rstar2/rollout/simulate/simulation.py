@@ -63,6 +63,7 @@ class Simulation:
         *,
         scheduler: Scheduler | None = None,
         spans: bool = False,
+        report_s: float = REPORT_S,
     ) -> None:
         self.workload = workload
         self.scheduler = scheduler or Scheduler(config)
@@ -73,6 +74,7 @@ class Simulation:
         self.log = SimulationLog()
         self._by_name = {engine.name: engine for engine in self.engines}
         self._spans = spans
+        self._report_s = report_s
         self._open: dict[str, tuple[str, str, float]] = {}
         self._rollouts = {plan.id: _SimulatedRollout(plan) for plan in workload.rollouts}
         if len(self._rollouts) != len(workload.rollouts):
@@ -94,7 +96,7 @@ class Simulation:
         for rollout in self._rollouts.values():
             rollout.held = rollout.plan.prompt
             self._submit(rollout)
-        self._at(REPORT_S, "report", "")
+        self._at(self._report_s, "report", "")
         self._decide()
         while self._left:
             self._next_events()
@@ -200,7 +202,7 @@ class Simulation:
     def _report(self) -> None:
         for name in self.scheduler.engines:
             self.scheduler.load_reported(name, self._by_name[name].load(self.now), self.now)
-        self._at(self.now + REPORT_S, "report", "")
+        self._at(self.now + self._report_s, "report", "")
 
     def _crash(self, name: str) -> None:
         """An engine crashes: its turns run again on other engines, from their beginning."""
