@@ -170,7 +170,10 @@ async def test_pages_show_what_is_recorded(places: Places, claim: Claim, tmp_pat
 async def test_accuracy_between_steps_is_a_curve(places: Places, claim: Claim) -> None:
     trained = await runner(places, Trainer()).run(claim, Cell("two", "roc", 0), places.runs / "r")
     columns = {**trained.numbers.columns, "evaluation/greedy": [0.2, None]}
-    heldout = {"sft/greedy": {"accuracy": 0.1}, "rl/greedy": {"accuracy": 0.3}}
+    heldout: dict[str, dict[str, float | None]] = {
+        "sft/greedy": {"accuracy": 0.1},
+        "rl/greedy": {"accuracy": 0.3},
+    }
     numbers = replace(trained.numbers, columns=columns, heldout=heldout)
     drawn = curves(claim, {("roc", 0): replace(trained, numbers=numbers)})
     assert "Greedy accuracy on 24 held-out problems, by step" in drawn

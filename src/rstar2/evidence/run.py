@@ -108,7 +108,8 @@ def recorded(places: Places, claim: Claim, cell: Cell) -> CellResult | None:
     if result is None:
         return None
     settings = fingerprint(cell_recipe(owner_of(places, claim, cell), cell))
-    if any(part.recipe != settings for part in (result, *result.evaluations.values())):
+    made_with = [result.recipe, *(made.recipe for made in result.evaluations.values())]
+    if any(recipe != settings for recipe in made_with):
         raise UserError(
             f"{cell}: the recorded result has other settings than the claim has now; delete "
             f"{places.results / cell.claim / cell.name}.*json to run it again"
