@@ -8,7 +8,7 @@ import re
 from rstar2.agent.parser import CallParser
 from rstar2.environments.python_tool import python_spec
 from rstar2.paper_format import answer_of
-from rstar2.problems.toolformat import SLIP_SHARE, conversations
+from rstar2.problems.toolformat import SLIP_SHARE, answers, conversations
 
 PARSER = CallParser((python_spec(),), 4)
 
@@ -48,3 +48,15 @@ def test_equal_seeds_give_equal_text() -> None:
                   for _ in range(2))  # fmt: skip
     assert one == other
     assert one != json.dumps([m.content for c in conversations(50, 6) for m in c.messages])
+
+
+def test_answers_are_to_the_same_requests_without_calls() -> None:
+    """The control without a tool sees the same requests and values, and no call."""
+    for called, answered in zip(conversations(100, 3), answers(100, 3), strict=True):
+        request, reply = (message.content for message in answered.messages)
+        assert request == called.messages[0].content
+        assert PARSER.parse(reply, "t") == ()
+        value = answer_of(called.messages[-1].content)
+        assert answer_of(reply) == value
+        assert reply.startswith("<reason>")
+        assert f"= {value}</reason>" in reply

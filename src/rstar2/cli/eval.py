@@ -106,6 +106,14 @@ Overrides = Annotated[
         "--set", "-s", metavar="KEY=VALUE", help="Override a recipe setting. Can be repeated."
     ),
 ]
+RecipeName = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe",
+        help="Recipe whose engines, limits and environment to use. The default is that of the run "
+        "that made the model.",
+    ),
+]
 Concurrency = Annotated[int | None, typer.Option(min=1, help="Number of rollouts in flight.")]
 Out = Annotated[
     Path | None,
@@ -134,6 +142,7 @@ def run(
     url: Url = None,
     served_model: ServedModel = None,
     api_key: ApiKey = None,
+    recipe: RecipeName = None,
     set_: Overrides = None,
     concurrency: Concurrency = None,
     out: Out = None,
@@ -149,8 +158,8 @@ def run(
         conclude(rescored(model, on or []), json=json)
         return
     directory = model_directory(model) if model is not None else None
-    recipe = base_recipe(model, directory, set_ or [], engine)
-    asked, sets = resolve(preset, recipe, directory, on or [], greedy=greedy)
+    settings = base_recipe(model, directory, set_ or [], engine, recipe)
+    asked, sets = resolve(preset, settings, directory, on or [], greedy=greedy)
     given: dict[str, Any] = {
         "samples": samples,
         "temperature": temperature,
@@ -164,11 +173,11 @@ def run(
         asked = replace(asked, max_length=longest(directory, asked.max_length))
     loaded: list[Benchmark] | None = None
     if preset == RUN and not on:
-        loaded = recorded_set(directory, asked, count) or own_set(recipe, count)
+        loaded = recorded_set(directory, asked, count) or own_set(settings, count)
     if preset == RUN:
-        count = count or recipe.evaluation.count
+        count = count or settings.evaluation.count
     job = EvalJob(
-        recipe, asked, loaded or load_sets(sets, count), directory, url, served_model, api_key
+        settings, asked, loaded or load_sets(sets, count), directory, url, served_model, api_key
     )
     path = (out or Path("evals") / job.label).absolute()
     conclude(job.execute(path, concurrency), json=json)
@@ -197,13 +206,22 @@ def compare(
 
 
 def base_recipe(
-    model: Path | None, directory: Path | None, overrides: list[str], engine: str | None
+    model: Path | None,
+    directory: Path | None,
+    overrides: list[str],
+    engine: str | None,
+    named: str | None = None,
 ) -> Recipe:
-    """The recipe of the run that made the checkpoint, or the defaults; with overrides applied."""
+    """A recipe by name, that of the run that made the checkpoint, or the defaults; with overrides
+    applied."""
     places = [p / "recipe.yaml" for p in (model, directory and directory.parent.parent) if p]
     recipe_file = next((place for place in places if place.is_file()), None)
     if engine is not None:
         overrides = [*overrides, f"engine.kind={engine}"]
+    if named is not None:
+        given = load_recipe(named, overrides).recipe
+        make_importable(given.environment.folder)
+        return given
     if recipe_file is not None:
         recipe = load_recipe(recipe_file, overrides).recipe
         check_by_name(recipe, recipe_file.parent)

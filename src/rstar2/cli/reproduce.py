@@ -26,15 +26,28 @@ def reproduce(
         str,
         typer.Option(
             metavar="ARM/SEED",
-            help="Run this cell alone. If its result is recorded, compare every number.",
+            help="Run or resume this cell alone. If its result is recorded and the claim's "
+            "arithmetic is avx2, run it again and compare every number.",
         ),
     ] = "",
+    evaluation: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Make only this evaluation of the claim. Can be repeated. The default is all.",
+        ),
+    ] = None,
     pages: Annotated[
         bool, typer.Option("--pages", help="Write all pages from recorded cells; run nothing.")
     ] = False,
     jobs: Annotated[
-        int, typer.Option(min=1, help="Number of cells in parallel; each needs one core.")
-    ] = 2,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of cells in parallel. The default is 2, which need a core each, or 1 if "
+            "the claim's arithmetic is native: a cell then uses all cores.",
+        ),
+    ] = None,
     folder: Annotated[Path, typer.Option(help="Folder of claims and their results.")] = Path(
         "experiments"
     ),
@@ -45,7 +58,7 @@ def reproduce(
 ) -> None:
     """Run the missing cells of a claim and write its page. Resumes after a stop."""
     from rstar2.evidence.claim import claim_names, read_claim
-    from rstar2.evidence.run import CellRunner, Places, execute
+    from rstar2.evidence.run import CellRunner, Places, execute, run_rstar2
 
     places = Places(folder, runs)
     if not claim_names(folder):
@@ -54,7 +67,14 @@ def reproduce(
         _report(places, docs if pages else None)
         return
     chosen = read_claim(folder, claim)
-    runner = CellRunner(places, execute, lambda text: typer.echo(text, err=True), jobs)
+    only = evaluation or []
+    if unknown := [name for name in only if name not in chosen.evaluations]:
+        known = ", ".join(chosen.evaluations) or "none"
+        raise UserError(f"--evaluation {unknown[0]}: the evaluations of {claim} are: {known}")
+    jobs = jobs or (1 if chosen.arithmetic == "native" else 2)
+    runner = CellRunner(
+        places, execute, run_rstar2, lambda text: typer.echo(text, err=True), jobs, only
+    )
     try:
         asyncio.run(_supervised(runner, chosen, cell))
     except asyncio.CancelledError:
@@ -77,15 +97,18 @@ async def _supervised(runner: CellRunner, claim: Claim, cell: str) -> None:
 
 
 async def _one_cell(runner: CellRunner, claim: Claim, text: str) -> None:
-    from rstar2.evidence.results import difference, write_repetition, write_result
-    from rstar2.evidence.run import parse_cell, recorded, repeat
+    from rstar2.evidence.results import difference, result_path, write_repetition
+    from rstar2.evidence.run import missing_evaluations, parse_cell, recorded, repeat
 
     cell = parse_cell(claim, text)
     before = recorded(runner.places, claim, cell)
-    result = await repeat(runner, claim, cell)
-    if before is None:
-        typer.echo(f"wrote {write_result(runner.places.results, result)}")
+    if before is None or claim.arithmetic == "native":
+        await runner.complete(claim, cell)
+        typer.echo(f"{cell} is recorded in {result_path(runner.places.results, cell)}")
+        if left := missing_evaluations(claim, runner.places, cell):
+            typer.echo(f"without its evaluations {', '.join(left)}")
         return
+    result = await repeat(runner, claim, cell)
     where = difference(before.numbers, result.numbers)
     write_repetition(runner.places.results, result, equal=where is None)
     if where is None:
@@ -120,7 +143,7 @@ def _judged(places: Places, name: str) -> Judged:
     cells = {
         (arm, seed): result
         for arm in claim.arms
-        for seed in claim.all_seeds
+        for seed in claim.seeds_of(arm)
         if (result := recorded(places, claim, cell_of(claim, arm, seed))) is not None
     }
     return Judged(claim, cells, judge(claim, cells), read_repetitions(places.results, name))

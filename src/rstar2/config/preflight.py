@@ -29,7 +29,7 @@ from rstar2.model_config import (
 )
 
 EMBEDDED_TASK = "arithmetic"
-GENERATED_SFT = "toolformat"
+GENERATED_SFT = ("toolformat", "answerformat")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _COUNT_BYTES = 64 << 20
 """Data files up to this size are counted line by line before a run starts."""
@@ -162,7 +162,7 @@ def _data(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 def check_data(path: str, name: str, recipe: Recipe) -> None:
     """Check that a data file exists and has enough problems for one step."""
-    if name == EMBEDDED_TASK or (path == "sft.data" and name == GENERATED_SFT):
+    if name == EMBEDDED_TASK or (path == "sft.data" and name in GENERATED_SFT):
         return
     file = Path(name)
     if not file.exists():

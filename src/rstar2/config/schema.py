@@ -244,7 +244,8 @@ class SftConfig(Section):
 
     data: str | None = None
     """null (the environment's demonstrations), `arithmetic` (the embedded task), `toolformat`
-    (tool-call format for pre-trained models) or a JSONL file of conversations in messages form."""
+    (tool-call format for pre-trained models), `answerformat` (the same requests, answered without a
+    tool: the control of a policy with one) or a JSONL file of conversations in messages form."""
     steps: int = Field(640, ge=0)
     """Optimizer steps; if 0, `epochs` gives them."""
     epochs: float = Field(0.0, ge=0)  #: Passes over the file, if steps is 0.

@@ -2,7 +2,8 @@
 
 It is written and committed before its runs; only `after_runs` is added later. Arms differ in their
 overrides of one recipe. Arms with the same SFT settings and RL seed share the SFT weights and the
-problems, and differences are taken within seeds.
+problems, and differences are taken within seeds. An arm without RL stages (`rl.stages=[]`) is the
+model that RL starts from.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ from rstar2.errors import UserError
 
 HELDOUT = "heldout/"
 """Columns of the evaluation on held-out problems after the last step."""
+EVALUATED = "evaluated/"
+"""Columns of the claim's own evaluations, as `evaluated/NAME/accuracy` (or `pass@8`)."""
+ACCURACY, PASS = "accuracy", "pass@"
+MOST_SAMPLES = 9
+"""Recorded counts of right answers have one digit per problem."""
 
 
 class ClaimArm(Section):
@@ -37,6 +43,25 @@ class ClaimArm(Section):
     """Added to the RL seed; a null arm repeats another arm with other seeds."""
     same_as: str | None = None
     """`CLAIM/ARM` of another claim whose cells these are."""
+    seeds: int | None = Field(None, ge=1)
+    """Only the first seeds of the claim; null is all of them."""
+    evaluate: tuple[str, ...] | None = None
+    """Evaluations of the claim that are made of this arm; null is all of them."""
+
+
+class ClaimEvaluation(Section):
+    """An evaluation of the model that a cell ends with, as `rstar2 eval` makes it.
+
+    Temperature, length and turns are those of the arm's `evaluation` section.
+    """
+
+    title: str
+    benchmark: str
+    """As `rstar2 eval --on` takes it: NAME=FILE."""
+    samples: int = Field(0, ge=0, le=MOST_SAMPLES)
+    """Sampled answers per problem; 0 is one greedy answer."""
+    seeds: int | None = Field(None, ge=1)
+    """Only of the first seeds of the claim; null is all of them."""
 
 
 class ClaimMetric(Section):
@@ -88,6 +113,9 @@ class Claim(Section):
     recipe: str = "evidence/base"
     set: tuple[str, ...] = ()
     """Overrides of all arms."""
+    arithmetic: Literal["avx2", "native"] = "avx2"
+    """`avx2`: one thread and AVX2 kernels, so that cells repeat to the last digit on every CPU.
+    `native`: all that this CPU has; a cell uses all cores and cannot be repeated exactly."""
     seeds: int = Field(ge=2)
     """The number of seeds."""
     first_seed: int = Field(0, ge=0)
@@ -95,12 +123,16 @@ class Claim(Section):
     sft_seeds: int = Field(ge=1)
     """The seeds share this many SFT checkpoints in turn."""
     arms: dict[str, ClaimArm]
+    evaluations: dict[str, ClaimEvaluation] = {}  # noqa: RUF012 - pydantic copies it
+    """Made after a cell, in this order."""
     metrics: dict[str, ClaimMetric]
     primary: tuple[PrimaryContrast, ...]
     controls: tuple[Contrast, ...] = ()
     """Contrasts that must show nothing, such as two arms that differ in seeds alone."""
     planted: tuple[PrimaryContrast, ...] = ()
     """Contrasts that must show what they expect, such as an arm that does not learn."""
+    descriptive: tuple[Contrast, ...] = ()
+    """Contrasts that are shown and decide nothing."""
     alpha: float = Field(0.05, gt=0, lt=1)
     power: PowerPlan
     budget_core_minutes: float = Field(gt=0)
@@ -112,6 +144,19 @@ class Claim(Section):
     @property
     def all_seeds(self) -> range:
         return range(self.first_seed, self.first_seed + self.seeds)
+
+    def seeds_of(self, arm: str) -> range:
+        """The seeds of an arm."""
+        return self.all_seeds[: self.arms[arm].seeds]
+
+    def evaluations_of(self, arm: str, seed: int) -> list[str]:
+        """The evaluations of a cell, in the order in which to make them."""
+        chosen = self.arms[arm].evaluate
+        return [
+            name
+            for name, evaluation in self.evaluations.items()
+            if (chosen is None or name in chosen) and seed in self.all_seeds[: evaluation.seeds]
+        ]
 
     def sft_seed(self, seed: int) -> int:
         """The seed of the SFT checkpoint that the cells of a seed start from."""
@@ -161,7 +206,8 @@ def read_claim(folder: Path, name: str) -> Claim:
 
 
 def _check(claim: Claim, path: Path) -> None:
-    for contrast in (*claim.primary, *claim.controls, *claim.planted):
+    contrasts = (*claim.primary, *claim.controls, *claim.planted, *claim.descriptive)
+    for contrast in contrasts:
         if unknown := [arm for arm in contrast.arms if arm not in claim.arms]:
             raise UserError(f"{path}: {contrast.title}: no arm {unknown[0]!r}")
         if contrast.metric not in claim.metrics:
@@ -173,6 +219,27 @@ def _check(claim: Claim, path: Path) -> None:
             raise UserError(
                 f"{path}: arms.{name}: same_as is CLAIM/ARM, without set or seed_offset"
             )
+        if unknown := [e for e in arm.evaluate or () if e not in claim.evaluations]:
+            raise UserError(f"{path}: arms.{name}.evaluate: no evaluation {unknown[0]!r}")
+    for name, metric in claim.metrics.items():
+        if metric.column.startswith(EVALUATED):
+            _check_evaluated(claim, f"{path}: metrics.{name}", metric.column)
+
+
+def _check_evaluated(claim: Claim, where: str, column: str) -> None:
+    name, figure = evaluated_column(column)
+    if name not in claim.evaluations:
+        raise UserError(f"{where}: no evaluation {name!r}")
+    most = claim.evaluations[name].samples or 1
+    known = [ACCURACY, *(f"{PASS}{k}" for k in range(1, most + 1))]
+    if figure not in known:
+        raise UserError(f"{where}: {figure!r} is not a figure of {name}: {', '.join(known)}")
+
+
+def evaluated_column(column: str) -> tuple[str, str]:
+    """The evaluation and the figure of a column `evaluated/NAME/FIGURE`."""
+    name, _, figure = column.removeprefix(EVALUATED).rpartition("/")
+    return name, figure
 
 
 def claim_names(folder: Path) -> list[str]:
@@ -186,9 +253,9 @@ def claim_names(folder: Path) -> list[str]:
 def cells_of(claim: Claim) -> Iterator[Cell]:
     """All cells, seed by seed, so that an unfinished claim has whole pairs."""
     for seed in claim.all_seeds:
-        for name, arm in claim.arms.items():
-            owner, _, source = (arm.same_as or f"{claim.name}/{name}").partition("/")
-            yield Cell(owner, source, seed)
+        for name in claim.arms:
+            if seed in claim.seeds_of(name):
+                yield cell_of(claim, name, seed)
 
 
 def cell_of(claim: Claim, arm: str, seed: int) -> Cell:
@@ -228,6 +295,7 @@ def _sft_evaluation(recipe: Recipe) -> dict[str, Any]:
     """A small evaluation: cells measure the policy they start from in their first step."""
     kept = recipe.evaluation
     return {
+        "problems": kept.problems,
         "count": 48,
         "greedy": False,
         "max_length": kept.max_length,

@@ -17,6 +17,7 @@ from rstar2.evidence.claim import (
     PrimaryContrast,
     cell_recipe,
 )
+from rstar2.evidence.evaluation_page import evaluation_tables, heldout_series
 from rstar2.evidence.results import CellResult, Repetition
 from rstar2.evidence.statistics import ContrastTest, power, t_test
 from rstar2.evidence.verdict import Finding, Recorded, Verdict, contrast_values, value_of
@@ -66,6 +67,8 @@ def claim_page(judged: Judged) -> str:
     if claim.planted:
         parts += ["## Planted effects", _expected(claim, verdict.planted)]
     parts += ["## Means", _means(claim, cells), "## Other metrics", _other(claim, cells)]
+    if claim.evaluations:
+        parts += ["## Evaluations", evaluation_tables(claim, cells)]
     if cells:
         parts += ["## Curves", f"![Curves of all arms]({claim.name}.svg)"]
     parts += ["## Rule", _rule(claim, verdict), "## Cost", _cost(claim, cells)]
@@ -88,15 +91,17 @@ def index_page(claims: Mapping[str, Judged]) -> str:
         "seeds, the metrics, the contrasts and the smallest effects that matter. The rule of the "
         "verdict is one for all claims (`evidence/statistics.py`). `rstar2 reproduce CLAIM` runs "
         "the missing cells (one run each: an arm with a seed) and writes its page. `rstar2 "
-        "reproduce CLAIM --cell ARM/SEED` repeats one recorded cell and compares every number. "
-        "The numbers of all cells are in `experiments/results/`, and `rstar2 reproduce --pages` "
-        "writes these pages from them.",
+        "reproduce CLAIM --cell ARM/SEED` runs one cell, or resumes it. If it is recorded, it is "
+        "repeated and every number compared, unless the claim's arithmetic is `native`. The "
+        "numbers of all cells are in `experiments/results/`, and `rstar2 reproduce --pages` writes "
+        "these pages from them.",
         "",
         "| claim | verdict | cells | core-hours | repeated alone, equal in every digit |",
         "|---|---|---|---|---|",
     ]
     for name, judged in claims.items():
-        verdict, page = judged.verdict, f"[{judged.claim.title}]({name}.md)"
+        verdict, title = judged.verdict, judged.claim.title
+        page = f"[{title}]({name}.md)" if judged.cells else title
         hours = core_hours(judged.claim, judged.cells)
         again = ", ".join(f"`{r.cell}`" for r in judged.repetitions if r.equal) or "–"
         lines.append(
@@ -108,8 +113,9 @@ def index_page(claims: Mapping[str, Judged]) -> str:
         "",
         "## Limits",
         "",
-        "All runs are at level 2 of the embedded task with a model of half a million parameters. A "
-        "verdict holds for that task and model. It says nothing about larger models.",
+        "Runs of the recipe `evidence/base` are at level 2 of the embedded task with a model of "
+        "half a million parameters. A verdict holds for its task and model. It says nothing about "
+        "larger models.",
         "",
         f"Holm's correction is within a claim. All claims together have {contrasts} primary "
         "contrasts, and several share cells (`same_as`), which were known when the later claim "
@@ -147,8 +153,11 @@ def _commands(claim: Claim) -> str:
     lines = [f"rstar2 reproduce {claim.name}            # run what is missing, write this page"]
     if arm is not None:
         cell = f"{arm}/{claim.first_seed}"
-        lines.append(f"rstar2 reproduce {claim.name} --cell {cell}   # repeat one cell, compare it")
-    return "<!-- not run: takes up to an hour -->\n```bash\n" + "\n".join(lines) + "\n```"
+        exact = claim.arithmetic == "avx2"
+        what = "repeat one cell, compare it" if exact else "run or resume one cell"
+        lines.append(f"rstar2 reproduce {claim.name} --cell {cell}   # {what}")
+    long = "hours" if claim.budget_core_minutes > 180 else "up to an hour"
+    return f"<!-- not run: takes {long} -->\n```bash\n" + "\n".join(lines) + "\n```"
 
 
 def _arms(claim: Claim, cells: Recorded) -> str:
@@ -160,7 +169,8 @@ def _arms(claim: Claim, cells: Recorded) -> str:
         elif arm.seed_offset:
             settings += f"{', ' if settings else ''}RL seed + {arm.seed_offset}"
         done = sum(1 for owner, _ in cells if owner == name)
-        lines.append(f"| `{name}` | {arm.title} | {settings} | {done} of {claim.seeds} |")
+        planned = len(claim.seeds_of(name))
+        lines.append(f"| `{name}` | {arm.title} | {settings} | {done} of {planned} |")
     common = ", ".join(f"`{text}`" for text in claim.set)
     return "\n".join(lines) + (
         f"\n\nAll arms: recipe `{claim.recipe}`{', ' + common if common else ''}. The seeds "
@@ -251,7 +261,8 @@ def _means(claim: Claim, cells: Recorded) -> str:
 
 def _other(claim: Claim, cells: Recorded) -> str:
     """Every two-arm contrast for every metric: descriptive, without correction."""
-    contrasts = [c for c in (*claim.primary, *claim.controls) if len(c.arms) >= 2]
+    shown = (*claim.primary, *claim.controls, *claim.descriptive)
+    contrasts = [c for c in shown if len(c.arms) >= 2]
     distinct = {_weights(c): c for c in contrasts}
     metrics = list(claim.metrics.items())
     lines = [
@@ -323,9 +334,13 @@ def _cost(claim: Claim, cells: Recorded) -> str:
         f"{core_hours(claim, cells):.2f} core-hours for {len(own)} cells of this claim, without "
         f"SFT (planned: {claim.budget_core_minutes / 60:.2f})."
     )
+    evaluated = [float(e.made["core_seconds"]) for r in own for e in r.evaluations.values()]
+    if evaluated:
+        text += f" {sum(evaluated) / 3600:.2f} for {len(evaluated)} evaluations."
     machines = sorted({f"{r.made['cpu']}, torch {r.made['torch']}" for r in own})
     if machines:
-        text += f" {'; '.join(machines)}; AVX2 kernels, one thread."
+        kernels = "AVX2 kernels, one thread" if claim.arithmetic == "avx2" else "its own kernels"
+        text += f" {'; '.join(machines)}; {kernels}."
     return text
 
 
@@ -398,6 +413,9 @@ def curves(claim: Claim, cells: Recorded) -> str:
         )
         for column, title in CHARTS.items()
     }
+    if heldout := heldout_series(claim, cells):
+        title = f"Greedy accuracy on {_heldout_count(claim)} held-out problems, by step"
+        charts |= {title: line_chart(heldout, title=title, y_format=percent)}
     return chart_sheet(charts, list(claim.arms))
 
 
@@ -406,9 +424,9 @@ def _series(claim: Claim, cells: Recorded, column: str) -> list[Series]:
     out = []
     for index, arm in enumerate(claim.arms):
         mine = [r.numbers.columns[column] for (name, _), r in sorted(cells.items()) if name == arm]
-        if not mine:
+        steps = range(max((len(values) for values in mine), default=0))
+        if not steps:
             continue
-        steps = range(max(len(values) for values in mine))
         known = [[v[i] for v in mine if i < len(v)] for i in steps]
         means = [_mean(values) for values in known]
         out.append(Series(arm, [i + 1 for i in steps], means, index % len(COLOURS), smooth=SMOOTH))
@@ -421,14 +439,14 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def write_pages(folder: Path, claims: Mapping[str, Judged]) -> list[Path]:
-    """Write the page and curves of each claim, and the index of all of them."""
+    """Write the page and curves of each claim that has cells, and the index of all of them."""
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / "README.md"]
     for name, judged in claims.items():
-        page = folder / f"{name}.md"
-        page.write_text(claim_page(judged))
-        written.append(page)
         if judged.cells:
+            page = folder / f"{name}.md"
+            page.write_text(claim_page(judged))
+            written.append(page)
             (folder / f"{name}.svg").write_text(curves(judged.claim, judged.cells))
     written[0].write_text(index_page(claims))
     return written

@@ -1,15 +1,19 @@
-"""The recorded numbers of a cell: one small JSON file, equal to the last digit when repeated."""
+"""The recorded numbers of a cell: one small JSON file, equal to the last digit when repeated.
+
+The evaluations of a cell are files of their own beside it (`evaluations.py`).
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rstar2.errors import UserError
 from rstar2.evidence.claim import Cell
+from rstar2.evidence.evaluations import CellEvaluation, read_evaluations_of
 from rstar2.files import write_file
 from rstar2.record import read_evaluations, read_metrics
 
@@ -19,6 +23,8 @@ COLUMNS = (
     *("rollouts/drawn", "rollouts/kept", "groups/dropped", "staleness/mean"),
 )
 """What a cell records of each step; a missing value is null."""
+CURVES = ("evaluation/greedy", "evaluation/sampled")
+"""Accuracy on held-out problems between the steps, recorded if the recipe measures it."""
 
 Columns = dict[str, list[float | None]]
 
@@ -46,12 +52,15 @@ class CellResult:
     numbers: CellNumbers
     made: dict[str, Any]
     """Machine, versions, arithmetic and core-seconds; may differ when repeated."""
+    evaluations: dict[str, CellEvaluation] = field(default_factory=dict)
+    """From their own files."""
 
 
 def read_numbers(run: Path) -> CellNumbers:
     """The numbers of a finished run directory."""
     lines = [line for line in read_metrics(run) if "reward" in line]
-    columns = {name: [line.get(name) for line in lines] for name in COLUMNS}
+    measured = [name for name in CURVES if any(name in line for line in lines)]
+    columns = {name: [line.get(name) for line in lines] for name in (*COLUMNS, *measured)}
     heldout = {
         f"{e.stage}/{e.mode}": {
             "accuracy": e.accuracy.mean,
@@ -72,6 +81,7 @@ def write_result(results: Path, result: CellResult) -> Path:
     """Write a cell's file: one line per column, so that a diff shows what changed."""
     path = result_path(results, Cell(result.claim, result.arm, result.seed))
     values = asdict(result)
+    del values["evaluations"]
     columns = values["numbers"].pop("columns")
     text = json.dumps(values, indent=1)
     lines = ",\n".join(f"   {json.dumps(k)}: {json.dumps(v)}" for k, v in columns.items())
@@ -87,7 +97,9 @@ def read_result(results: Path, cell: Cell) -> CellResult | None:
     path = result_path(results, cell)
     try:
         values = json.loads(path.read_text())
-        return CellResult(**{**values, "numbers": CellNumbers(**values["numbers"])})
+        evaluations = read_evaluations_of(results, cell)
+        numbers = CellNumbers(**values["numbers"])
+        return CellResult(**{**values, "numbers": numbers, "evaluations": evaluations})
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError) as error:

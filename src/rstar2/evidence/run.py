@@ -1,7 +1,11 @@
-"""Runs the cells of a claim: SFT weights once per seed, then RL, each an `rstar2 train` of its own.
+"""Runs the cells of a claim: SFT weights once per seed, then RL, each an `rstar2 train` of its own,
+then the claim's evaluations, each an `rstar2 eval`.
 
-Every process gets one thread and AVX2 kernels, so that a cell gives the same numbers on every CPU
-that has AVX2, alone or beside others.
+With AVX2 arithmetic every process gets one thread and AVX2 kernels, so that a cell gives the same
+numbers on every CPU that has AVX2, alone or beside others.
+
+A result is written when its cell or its evaluation is complete. What was stopped is resumed from
+its run directory or evaluation directory.
 """
 
 from __future__ import annotations
@@ -11,10 +15,11 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 from rstar2 import machine
 from rstar2.child import Child
@@ -30,23 +35,37 @@ from rstar2.evidence.claim import (
     read_claim,
     sft_recipe,
 )
-from rstar2.evidence.results import CellResult, read_numbers, read_result, write_result
+from rstar2.evidence.evaluations import eval_command, read_evaluated, write_evaluation
+from rstar2.evidence.results import (
+    COLUMNS,
+    CellNumbers,
+    CellResult,
+    read_numbers,
+    read_result,
+    write_result,
+)
 from rstar2.record import dump_recipe, is_finished
 from rstar2.tasks import together
 
-ARITHMETIC = {
-    "ATEN_CPU_CAPABILITY": "avx2",
-    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-    "ONEDNN_MAX_CPU_ISA": "AVX2",
-    "OMP_NUM_THREADS": "1",
+ARITHMETIC: dict[str, dict[str, str]] = {
+    "avx2": {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "OMP_NUM_THREADS": "1",
+    },
+    "native": {},
 }
-"""Environment of every run: numbers depend on the kernels and on the number of threads."""
+"""Environment of every process of a claim: numbers depend on kernels and number of threads."""
 
 STOP_DEADLINE_S = 60.0
 
 Say = Callable[[str], None]
-Execute = Callable[[Recipe, Path], Awaitable[float]]
+Environment = Mapping[str, str]
+Execute = Callable[[Recipe, Path, Environment], Awaitable[float]]
 """Runs a recipe in a directory to its end, or resumes it; returns the core-seconds used."""
+Evaluate = Callable[[Sequence[str], Path, Environment], Awaitable[float]]
+"""The same for the arguments of an `rstar2 eval` into a directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +81,38 @@ class Places:
 
 
 def missing_cells(claim: Claim, places: Places) -> list[Cell]:
-    """The cells that have no result yet, in the order in which to run them."""
+    """The cells that lack a result or an evaluation, in the order in which to run them."""
     return [
-        cell for cell in dict.fromkeys(cells_of(claim)) if recorded(places, claim, cell) is None
+        cell
+        for cell in dict.fromkeys(cells_of(claim))
+        if recorded(places, claim, cell) is None or missing_evaluations(claim, places, cell)
     ]
+
+
+def missing_evaluations(claim: Claim, places: Places, cell: Cell) -> list[str]:
+    """The evaluations that a cell lacks, in the order in which to make them."""
+    owner = owner_of(places, claim, cell)
+    result = recorded(places, claim, cell)
+    made = {} if result is None else result.evaluations
+    return [name for name in owner.evaluations_of(cell.arm, cell.seed) if name not in made]
+
+
+def owner_of(places: Places, claim: Claim, cell: Cell) -> Claim:
+    """The claim that a cell belongs to: this one, or that of `same_as`."""
+    return claim if cell.claim == claim.name else read_claim(places.claims, cell.claim)
 
 
 def recorded(places: Places, claim: Claim, cell: Cell) -> CellResult | None:
     """The result of a cell; raises UserError if other settings made it."""
     result = read_result(places.results, cell)
-    owner = claim if cell.claim == claim.name else read_claim(places.claims, cell.claim)
-    if result is not None and result.recipe != fingerprint(cell_recipe(owner, cell)):
+    if result is None:
+        return None
+    settings = fingerprint(cell_recipe(owner_of(places, claim, cell), cell))
+    made_with = [result.recipe, *(made.recipe for made in result.evaluations.values())]
+    if any(recipe != settings for recipe in made_with):
         raise UserError(
             f"{cell}: the recorded result has other settings than the claim has now; delete "
-            f"{places.results / cell.claim / cell.name}.json to run it again"
+            f"{places.results / cell.claim / cell.name}.*json to run it again"
         )
     return result
 
@@ -86,8 +123,11 @@ class CellRunner:
 
     places: Places
     execute: Execute
+    evaluate: Evaluate
     say: Say
     jobs: int = 1
+    only: Sequence[str] = ()
+    """The evaluations to make; empty means all."""
     _sft: dict[str, asyncio.Lock] = field(default_factory=dict)
 
     async def run_all(self, claim: Claim) -> None:
@@ -100,18 +140,12 @@ class CellRunner:
         async def one(cell: Cell) -> None:
             nonlocal done
             async with free:
-                owner = (
-                    claim
-                    if cell.claim == claim.name
-                    else read_claim(self.places.claims, cell.claim)
-                )
-                result = await self.run(owner, cell, self.places.runs / cell.claim / cell.name)
-                write_result(self.places.results, result)
+                await self.complete(owner_of(self.places, claim, cell), cell)
             done += 1
             left = (monotonic() - started) / done * (len(missing) - done) / 60
             self.say(
-                f"{cell} done in {result.made['core_seconds']:.0f} core-seconds; "
-                f"{total - len(missing) + done} of {total} cells, about {left:.0f} min left"
+                f"{cell} done; {total - len(missing) + done} of {total} cells, about "
+                f"{left:.0f} min left"
             )
 
         if missing:
@@ -122,9 +156,21 @@ class CellRunner:
         """About how long the missing cells take, from those that are recorded."""
         results = (recorded(self.places, claim, cell) for cell in dict.fromkeys(cells_of(claim)))
         known = [result.made["core_seconds"] for result in results if result is not None]
-        if not any(known):
+        if not any(known) or claim.evaluations:
             return ""
         return f", about {sum(known) / len(known) * missing / self.jobs / 60:.0f} min"
+
+    async def complete(self, claim: Claim, cell: Cell) -> None:
+        """Run or resume a cell and its evaluations, whatever of them is not recorded."""
+        path = self.places.runs / cell.claim / cell.name
+        if recorded(self.places, claim, cell) is None:
+            result = await self.run(claim, cell, path)
+            write_result(self.places.results, result)
+            if spent := result.made["core_seconds"]:
+                self.say(f"{cell}: trained in {spent:.0f} core-seconds")
+        for name in missing_evaluations(claim, self.places, cell):
+            if not self.only or name in self.only:
+                await self._evaluate(claim, cell, name, path)
 
     async def run(self, claim: Claim, cell: Cell, path: Path) -> CellResult:
         """Run one cell in a directory and return its numbers."""
@@ -133,37 +179,84 @@ class CellRunner:
         runnable = recipe
         if (before := sft_recipe(claim, cell)) is not None:
             started_from = fingerprint(before)
-            weights = await self._weights(before, started_from)
-            runnable = from_weights(recipe, weights)
+            runnable = from_weights(recipe, await self._weights(claim, before))
         if recipe.rl.staleness and not is_finished(path):  # resumed, it would have other numbers
             shutil.rmtree(path, ignore_errors=True)
-        spent = None if is_finished(path) else await self.execute(runnable, path)
-        about = machine.describe()
+        if not recipe.rl.stages:
+            numbers, spent = CellNumbers({column: [] for column in COLUMNS}, {}), 0.0
+        elif is_finished(path):
+            numbers, spent = read_numbers(path), _cost(path)
+        else:
+            spent = await self.execute(runnable, path, ARITHMETIC[claim.arithmetic])
+            numbers = read_numbers(path)
         return CellResult(
             claim=claim.name,
             arm=cell.arm,
             seed=cell.seed,
             recipe=fingerprint(recipe),
             sft=started_from,
-            numbers=read_numbers(path),
-            made={
-                "core_seconds": spent if spent is not None else _cost(path),
-                "arithmetic": ARITHMETIC,
-                "cpu": about["cpu"],
-                "commit": about["commit"],
-                "torch": about["packages"].get("torch"),
-            },
+            numbers=numbers,
+            made=_made(claim, spent),
         )
 
-    async def _weights(self, recipe: Recipe, name: str) -> Path:
+    async def _weights(self, claim: Claim, recipe: Recipe) -> Path:
         """The SFT weights of a recipe: trained by the first cell that needs them."""
+        name = fingerprint(recipe)
         path = self.places.runs / "sft" / name
         async with self._sft.setdefault(name, asyncio.Lock()):
             if not is_finished(path):
                 self.say(f"SFT weights {name} (seed {recipe.seed}): training")
-                spent = await self.execute(recipe, path)
+                spent = await self.execute(recipe, path, ARITHMETIC[claim.arithmetic])
                 self.say(f"SFT weights {name} done in {spent:.0f} core-seconds")
         return path / "exports" / "sft"
+
+    async def _evaluate(self, claim: Claim, cell: Cell, name: str, path: Path) -> None:
+        """Make one evaluation of a cell's model, or resume it, and record it."""
+        recipe = cell_recipe(claim, cell)
+        model = await self._model(claim, cell, path)
+        settings = path.with_name(f"{path.name}.eval.yaml")
+        settings.parent.mkdir(parents=True, exist_ok=True)
+        settings.write_text(dump_recipe(recipe))
+        out = self.places.runs / "evaluations" / cell.claim / f"{cell.name}.{name}"
+        words = eval_command(claim.evaluations[name], recipe.evaluation, settings, model, out)
+        self.say(f"{cell}: {name}")
+        spent = await self.evaluate(words, out, ARITHMETIC[claim.arithmetic])
+        evaluated = read_evaluated(out, cell, name, fingerprint(recipe), _made(claim, spent))
+        self.say(f"wrote {write_evaluation(self.places.results, evaluated)}")
+
+    async def _model(self, claim: Claim, cell: Cell, path: Path) -> Path:
+        """The model that a cell ends with."""
+        recipe = cell_recipe(claim, cell)
+        if recipe.rl.stages:
+            model = path / "exports" / recipe.rl.stages[-1].name
+            if not model.is_dir():
+                raise UserError(
+                    f"{cell}: its result is recorded, but its weights ({model}) are gone: delete "
+                    f"{self.places.results / cell.claim / cell.name}.*json to train it again"
+                )
+            return model
+        if (before := sft_recipe(claim, cell)) is not None:
+            return await self._weights(claim, before)
+        return _initial_model(recipe, path)
+
+
+def _initial_model(recipe: Recipe, path: Path) -> Path:
+    """The model before any training."""
+    from rstar2.pipeline.model import find_model  # imports torch
+
+    path.mkdir(parents=True, exist_ok=True)
+    return Path(find_model(recipe, path))
+
+
+def _made(claim: Claim, spent: float) -> dict[str, Any]:
+    about = machine.describe()
+    return {
+        "core_seconds": spent,
+        "arithmetic": ARITHMETIC[claim.arithmetic],
+        "cpu": about["cpu"],
+        "commit": about["commit"],
+        "torch": about["packages"].get("torch"),
+    }
 
 
 def _cost(path: Path) -> float:
@@ -171,27 +264,43 @@ def _cost(path: Path) -> float:
     return float(path.with_name(path.name + ".cost").read_text())
 
 
-async def execute(recipe: Recipe, path: Path) -> float:
-    """Run a recipe as a process with fixed arithmetic."""
+async def execute(recipe: Recipe, path: Path, environment: Environment) -> float:
+    """Run a recipe as a process of its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file, log, cost = (path.with_name(path.name + end) for end in (".yaml", ".log", ".cost"))
+    file = path.with_name(path.name + ".yaml")
     file.write_text(dump_recipe(recipe))
-    train = [sys.executable, "-m", "rstar2", "train", str(file), "--run", str(path)]
-    child = Child(
-        path.name,
-        [sys.executable, "-m", "rstar2.evidence.timed", str(cost), *train],
-        parent_death_signal=signal.SIGTERM,
-        grace_s=STOP_DEADLINE_S,
-        environment={**os.environ, **ARITHMETIC},
-        log=log,
-    )
+    return await run_rstar2(["train", str(file), "--run", str(path)], path, environment)
+
+
+async def run_rstar2(words: Sequence[str], path: Path, environment: Environment) -> float:
+    """Run a command of rstar2 that writes a directory; returns its core-seconds, with those of
+    earlier calls that were stopped."""
+    child, cost = _child(words, path, environment)
     try:
         status = await child.wait()
     finally:  # when the claim is stopped, its runs stop gracefully
         await child.stop()
     if status != 0:
-        raise InfrastructureError(f"{path.name}: {child.post_mortem()} (log: {log})")
+        raise InfrastructureError(f"{path.name}: {child.post_mortem()} (log: {child.log})")
     return float(cost.read_text())
+
+
+def _child(words: Sequence[str], path: Path, environment: Environment) -> tuple[Child, Path]:
+    """The process of a command, and the file that its core-seconds are added to."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log, cost = (path.with_name(path.name + end) for end in (".log", ".cost"))
+    if not path.exists():
+        cost.unlink(missing_ok=True)
+    timed = [sys.executable, "-m", "rstar2.evidence.timed", str(cost)]
+    child = Child(
+        path.name,
+        [*timed, sys.executable, "-m", "rstar2", *words],
+        parent_death_signal=signal.SIGTERM,
+        grace_s=STOP_DEADLINE_S,
+        environment={**os.environ, **environment},
+        log=log,
+    )
+    return child, cost
 
 
 async def repeat(runner: CellRunner, claim: Claim, cell: Cell) -> CellResult:
@@ -204,7 +313,7 @@ async def repeat(runner: CellRunner, claim: Claim, cell: Cell) -> CellResult:
 def parse_cell(claim: Claim, text: str) -> Cell:
     """`ARM/SEED` of a claim."""
     arm, _, seed = text.partition("/")
-    seeds = claim.all_seeds
+    seeds = claim.seeds_of(arm) if arm in claim.arms else claim.all_seeds
     if arm not in claim.arms or not seed.isdigit() or int(seed) not in seeds:
         known: Sequence[str] = list(claim.arms)
         raise UserError(

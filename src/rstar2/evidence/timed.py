@@ -1,4 +1,4 @@
-"""Run a command and write the core-seconds that it and its descendants used.
+"""Run a command and add the core-seconds that it and its descendants used to those in a file.
 
 python -m rstar2.evidence.timed FILE COMMAND...
 """
@@ -26,7 +26,8 @@ def main(file: Path, command: list[str]) -> int:
         signal.signal(number, forward)
     status = process.wait()
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    file.write_text(f"{used.ru_utime + used.ru_stime:.1f}\n")
+    before = float(file.read_text()) if file.exists() else 0.0  # of a run that was stopped
+    file.write_text(f"{before + used.ru_utime + used.ru_stime:.1f}\n")
     return status if status >= 0 else 128 - status
 
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rstar2.evidence.claim import Claim, ClaimMetric, Contrast, PrimaryContrast, metric_of
+from rstar2.evidence.claim import (
+    EVALUATED,
+    Claim,
+    ClaimMetric,
+    Contrast,
+    PrimaryContrast,
+    evaluated_column,
+    metric_of,
+)
 from rstar2.evidence.results import CellResult
 from rstar2.evidence.statistics import ContrastTest, Word, combine, decide, holm, t_test
 
@@ -42,7 +50,11 @@ class Verdict:
 
 
 def value_of(metric: ClaimMetric, result: CellResult) -> float | None:
-    """A metric of a cell."""
+    """A metric of a cell; None if it is not measured, or not yet."""
+    if metric.column.startswith(EVALUATED):
+        name, figure = evaluated_column(metric.column)
+        evaluation = result.evaluations.get(name)
+        return None if evaluation is None else evaluation.estimate(figure).mean
     return metric_of(metric, result.numbers.columns, result.numbers.heldout)
 
 
@@ -61,10 +73,18 @@ def contrast_values(claim: Claim, contrast: Contrast, cells: Recorded) -> list[f
     return values
 
 
+def is_complete(claim: Claim, arm: str, seed: int, result: CellResult) -> bool:
+    """Whether a cell has the evaluations that the verdict depends on."""
+    decisive = (*claim.primary, *claim.controls, *claim.planted)
+    columns = {claim.metrics[contrast.metric].column for contrast in decisive}
+    names = {evaluated_column(c)[0] for c in columns if c.startswith(EVALUATED)}
+    return all(n in result.evaluations for n in names if n in claim.evaluations_of(arm, seed))
+
+
 def judge(claim: Claim, cells: Recorded) -> Verdict:
     """Apply the claim's own rule."""
-    total = claim.seeds * len(claim.arms)
-    done = len(cells)
+    total = sum(len(claim.seeds_of(arm)) for arm in claim.arms)
+    done = sum(is_complete(claim, arm, seed, result) for (arm, seed), result in cells.items())
     primary = _tests(claim, claim.primary, cells)
     controls = _tests(claim, claim.controls, cells)
     planted = tuple(_decided(claim, f) for f in _tests(claim, claim.planted, cells))

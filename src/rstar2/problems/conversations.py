@@ -1,5 +1,6 @@
 """SFT conversations: the environment's demonstrations, or by name `arithmetic` (the embedded task),
-`toolformat` (tool-call format for pre-trained models) or a JSONL file in messages form.
+`toolformat` (tool-call format for pre-trained models), `answerformat` (the same requests, answered
+without a tool) or a JSONL file in messages form.
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}],
      "tools": [...], "id": "...", "source": "..."}
@@ -25,8 +26,8 @@ from rstar2.seeds import derive_seed
 from rstar2.types import Conversation, Message
 
 ROLES = ("system", "user", "assistant", "tool")
-TOOLFORMAT = "toolformat"
-MADE = (ARITHMETIC, TOOLFORMAT)
+TOOLFORMAT, ANSWERFORMAT = "toolformat", "answerformat"
+MADE = (ARITHMETIC, TOOLFORMAT, ANSWERFORMAT)
 """Names of conversations that are generated from a seed."""
 
 MakeConversations = Callable[[int, int], Iterator[Conversation]]
@@ -96,9 +97,9 @@ def maker(name: str | None, demonstrations: MakeConversations) -> MakeConversati
         from rstar2.problems.arithmetic import sft_conversations
 
         return sft_conversations
-    from rstar2.problems.toolformat import conversations
+    from rstar2.problems.toolformat import answers, conversations
 
-    return conversations
+    return answers if name == ANSWERFORMAT else conversations
 
 
 def read_conversations(path: Path) -> list[Conversation]:

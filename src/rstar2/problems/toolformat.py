@@ -5,7 +5,10 @@ Every request states what to run (an expression to evaluate, a word to reverse, 
 request requires choosing an operation. Some first calls fail and are corrected, so that the model
 sees how to recover. Tool responses come from running the code.
 
-`conversations` is a pure function of its arguments.
+`answers` has the same requests without calls: the reason states the expression and its value. A
+policy that starts from it is the control without a tool.
+
+`conversations` and `answers` are pure functions of their arguments.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from rstar2.problems.arithmetic import (
 from rstar2.tool_text import tool_text
 from rstar2.types import Conversation, Message
 
-NAME = "toolformat"
+NAME, ANSWERS_NAME = "toolformat", "answerformat"
 
 SLIP_SHARE = 0.15
 """Share of conversations whose first call fails."""
@@ -30,6 +33,7 @@ SLIP_SHARE = 0.15
 CALL_REASONS = ("I will run Python.", "Use the tool.", "Run code.", "Python can do this.")
 RETRY_REASONS = ("That failed. Try again.", "Fix the code.")
 ANSWER_REASONS = ("Done.", "The output is the answer.", "The tool has it.")
+REASON_END = "</reason>\n"
 
 WORDS = (
     *("lamp", "river", "window", "garden", "pencil", "mountain", "basket", "orange", "silver"),
@@ -119,10 +123,25 @@ def _slip(expression: str, rng: random.Random) -> str:
 
 def conversations(count: int, seed: int) -> Iterator[Conversation]:
     """Generate conversations of requests, calls, responses and answers."""
+    return (conversation for _, conversation in _draw(count, seed))
+
+
+def answers(count: int, seed: int) -> Iterator[Conversation]:
+    """Generate the requests of `conversations`, each answered at once."""
+    for index, ((question, expression), called) in enumerate(_draw(count, seed)):
+        answer = called.messages[-1].content.partition(REASON_END)[2]
+        value = answer.removeprefix(ANSWER_HEAD).removesuffix(ANSWER_TAIL)
+        reply = f"<reason>{expression} = {value}{REASON_END}{answer}"
+        messages = (Message("user", question), Message("assistant", reply))
+        yield Conversation(f"{ANSWERS_NAME}-{index}", messages, source=ANSWERS_NAME)
+
+
+def _draw(count: int, seed: int) -> Iterator[tuple[Request, Conversation]]:
     rng = random.Random(f"{NAME} {seed}")
     makers, weights = list(REQUESTS), list(REQUESTS.values())
     for index in range(count):
-        yield _conversation(index, rng.choices(makers, weights)[0](rng), rng)
+        request = rng.choices(makers, weights)[0](rng)
+        yield request, _conversation(index, request, rng)
 
 
 def _conversation(index: int, request: Request, rng: random.Random) -> Conversation:
@@ -142,6 +161,6 @@ def _conversation(index: int, request: Request, rng: random.Random) -> Conversat
         )
     answer = f"{ANSWER_HEAD}{output}{ANSWER_TAIL}"
     messages.append(
-        Message("assistant", f"<reason>{rng.choice(ANSWER_REASONS)}</reason>\n{answer}")
+        Message("assistant", f"<reason>{rng.choice(ANSWER_REASONS)}{REASON_END}{answer}")
     )
     return Conversation(f"{NAME}-{index}", tuple(messages), source=NAME)
