@@ -91,5 +91,6 @@ def test_session_beside_a_hog_keeps_its_state(cell: Cell, name: str) -> None:
 @pytest.mark.parametrize("name", HOGS)
 def test_session_opens_beside_a_hog(cell: Cell, name: str) -> None:
     session = cell.ask("open_beside", endless=endless(cell, HOGS[name]))
-    assert cell.run("print(1)", session=session)["stdout"] == "1\n"
+    result = cell.run("print(1)", session=session)
+    assert result["stdout"] == "1\n", result
     cell.ask("close_session", session=session)

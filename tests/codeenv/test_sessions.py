@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -165,8 +166,13 @@ async def test_session_does_not_expire_while_its_call_waits_for_a_slot(
 ) -> None:
     endless = submit(table, "import time; time.sleep(1000)")
     await until(lambda: table.busy == 1)
-    waiting, unused = [(await executor.open_session(None, 0.1)).id for _ in range(2)]
+    waiting = (await executor.open_session(None, 60)).id
     call = submit(table, "print('ran')", waiting)
+    lease = executor._sessions._live[waiting]
+    await until(lambda: lease.users == 1)
+    lease.info = replace(lease.info, ttl_s=0.1)  # not before: it could expire first
+    lease.expires = 0.0
+    unused = (await executor.open_session(None, 0.1)).id
     await until(lambda: unused not in executor._sessions._live)
     assert not call.done()
     endless.cancel()
