@@ -476,10 +476,7 @@ class SessionWorker(JailWorker):
     # ------------------------------------------------------------------ processes of programs
 
     def _kill_strays(self) -> None:
-        """Kill and reap every process in this worker that holds no member's state.
-
-        Only programs that may fork leave any: `session_guard` allows no other copies.
-        """
+        """End every process that holds no member's state. Only programs that may fork leave any."""
         if self._strays is not None:
             keep = {process.pid for process in self.members.values()}
             if not self._strays.kill(keep, self._reap):
