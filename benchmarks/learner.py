@@ -256,7 +256,7 @@ def main() -> int:
                 )
         for case in scaling(args.quick):
             path = make_model(case, Path(directory))
-            speeds = measure(case, path, ("ours", "padded"), 1 if args.quick else 3, args)
+            speeds = measure(case, path, ("ours", "padded"), 9 if args.quick else 3, args)
             ours, padded = (median(speeds[n]) for n in ("ours", "padded"))
             rows.append(Row(f"scaling: {case.name}", ours, padded, None, "tok/s", "padded"))
     return finish("learner", rows, args, notes)

@@ -77,7 +77,7 @@ def test_neighbours_of_a_hog_go_on(cell: Cell, name: str) -> None:
         assert result["attempts"] == 1
 
 
-@pytest.mark.parametrize("name", ["pipes", "descriptors in flight", "queued signals"])
+@pytest.mark.parametrize("name", ["pipes", "descriptors in flight", "threads", "queued signals"])
 def test_session_beside_a_hog_keeps_its_state(cell: Cell, name: str) -> None:
     session = cell.ask("open")
     first = {"code": "x = 5", "session": session, "limits": LONG}

@@ -53,5 +53,8 @@ def test_mistakes_are_explained(
     assert "did you mean roc?" in capsys.readouterr().err
     assert run("roc", "--cell", "roc") == 2
     assert "write it as ARM/SEED" in capsys.readouterr().err
+    assert run("smollm", "--pages") == 2
+    assert "--pages is about all claims: leave out the name 'smollm'" in capsys.readouterr().err
+    assert not (checkout / "docs").exists()
     assert run("--list", "--folder", str(tmp_path / "none")) == 2
     assert "run this in a checkout of rstar2" in capsys.readouterr().err

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -11,7 +13,7 @@ import pytest
 
 from rstar2.config import Recipe, RlConfig, StageConfig
 from rstar2.record import RunDirectory, plain_line, read_groups
-from rstar2.record.packed import pack
+from rstar2.record.packed import PackedLine, line_text, pack
 from rstar2.record.read import GroupLine, TokenValuesLine
 from rstar2.types import (
     Group,
@@ -100,6 +102,14 @@ def test_readers_choose_lines_without_unpacking_them() -> None:
     assert msgspec.json.decode(text)["group"]["trajectories"][0]["turns"][0]["logprobs"] == []
 
 
+@pytest.mark.parametrize("size", [1, 50, 300, 70_000])  # lengths of one, one, two and four bytes
+def test_text_without_arrays_has_any_length(size: int) -> None:
+    line = same(TokenValuesLine("a" * size, 1, (TokenValues("g/0", (1.5,), (2.5,)),)))
+    values = b'[{"trajectory_id":"g/0","old":\0,"current":\0}]'
+    assert line_text(line) == b'{"stage":"%b","step":1,"values":%b}' % (b"a" * size, values)
+    assert plain_line(line, arrays=False) == line_text(line).replace(b"\0", b"[]")
+
+
 def test_a_file_may_hold_plain_and_packed_lines(tmp_path: Path) -> None:
     made = [group(f"a/1/{number}", (turn(5),)) for number in range(2)]
     file = tmp_path / "run" / "trajectories" / "a.jsonl"
@@ -119,3 +129,14 @@ def test_damage_is_noticed() -> None:
     other = b"B" if packed[middle : middle + 1] == b"A" else b"A"
     with pytest.raises(msgspec.DecodeError, match="damaged"):
         plain_line(packed[:middle] + other + packed[middle + 1 :])
+    with pytest.raises(msgspec.DecodeError, match="damaged: its text is too short"):
+        line_text(with_data(packed, lambda data: data[: len(data) // 4]))
+    with pytest.raises(msgspec.DecodeError, match="damaged"):
+        line_text(with_data(packed, lambda data: data[:2] + data[3:]))
+    with pytest.raises(msgspec.DecodeError, match="damaged"):
+        line_text(with_data(packed, lambda _: zlib.compress(b"{}")))
+
+
+def with_data(line: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    packed = msgspec.json.decode(line, type=PackedLine)
+    return msgspec.json.encode(msgspec.structs.replace(packed, data=change(packed.data)))

@@ -63,6 +63,9 @@ def reproduce(
     places = Places(folder, runs)
     if not claim_names(folder):
         raise UserError(f"no claims in {folder}: run this in a checkout of rstar2, or set --folder")
+    if claim and (list_ or pages):
+        option = "--list" if list_ else "--pages"
+        raise UserError(f"{option} is about all claims: leave out the name {claim!r}")
     if list_ or pages or not claim:
         _report(places, docs if pages else None)
         return

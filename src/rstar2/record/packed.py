@@ -30,6 +30,10 @@ MILLION = 1e6
 NEGATIVE_ZERO = -(2**31)
 """The millionths of -0.0."""
 _HOLE = b"\0"
+_HEAD = 64
+"""Bytes of the contents that are decompressed first. They include the length of the text."""
+_LENGTH_BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4}
+"""Number of bytes of a length by the type of a byte string in MessagePack."""
 _START = b'{"form":"packed"'
 
 
@@ -102,15 +106,46 @@ def plain_line(line: bytes, *, arrays: bool = True) -> bytes:
     which is much faster. Raises msgspec.DecodeError if the line is damaged."""
     if not line.startswith(_START):
         return line
-    packed = msgspec.json.decode(line, type=PackedLine)
-    try:
-        contents = msgspec.msgpack.decode(zlib.decompress(packed.data), type=_Contents)
-    except zlib.error as error:
-        raise msgspec.DecodeError(f"the packed line is damaged: {error}") from error
-    texts = contents.text.split(_HOLE)
     if not arrays:
-        return b"[]".join(texts)
+        return line_text(line).replace(_HOLE, b"[]")
+    try:
+        data = zlib.decompress(_data(line))
+    except zlib.error as error:
+        raise _damaged(error) from error
+    contents = msgspec.msgpack.decode(data, type=_Contents)
+    texts = contents.text.split(_HOLE)
     return b"".join(chain.from_iterable(zip_longest(texts, _lists(contents), fillvalue=b"")))
+
+
+def line_text(line: bytes) -> bytes:
+    """The text of a recorded line, to search it: a NUL byte stands for each compact array.
+
+    The text is the first field of `_Contents`, and only this part is decompressed: an array with
+    four fields begins with one byte, then come the type of the text, its length and the text.
+    """
+    if not line.startswith(_START):
+        return line
+    inflate = zlib.decompressobj()
+    try:
+        head = inflate.decompress(_data(line), _HEAD)
+        width = _LENGTH_BYTES[head[1]]
+        size = int.from_bytes(head[2 : 2 + width], "big")
+        left = 2 + width + size - len(head)
+        rest = inflate.decompress(inflate.unconsumed_tail, left) if left > 0 else b""
+    except (zlib.error, LookupError) as error:
+        raise _damaged(error) from error
+    text = (head + rest)[2 + width : 2 + width + size]
+    if len(text) != size:
+        raise _damaged("its text is too short")
+    return text
+
+
+def _data(line: bytes) -> bytes:
+    return msgspec.json.decode(line, type=PackedLine).data
+
+
+def _damaged(why: object) -> msgspec.DecodeError:
+    return msgspec.DecodeError(f"the packed line is damaged: {why}")
 
 
 def _lists(contents: _Contents) -> list[bytes]:

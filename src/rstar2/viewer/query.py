@@ -18,7 +18,7 @@ import msgspec
 
 from rstar2.errors import UserError
 from rstar2.record.index import decode_without_tokens
-from rstar2.record.packed import plain_line
+from rstar2.record.packed import line_text, plain_line
 from rstar2.report.latex import formulas
 from rstar2.types import StopReason
 from rstar2.viewer.catalog import OUTCOMES, rollout_cells
@@ -210,10 +210,9 @@ def _texts(line: bytes, needle: str) -> dict[int, str]:
     """The text of each rollout of a group by member; empty if none contains the needle."""
     is_plain = _PLAIN.fullmatch(needle) and json.dumps(needle)[1:-1] == needle
     try:
-        line = plain_line(line, arrays=False)
-        if is_plain and needle.encode() not in line.lower():
+        if is_plain and needle.encode() not in line_text(line).lower():
             return {}
-        recorded = decode_without_tokens(line).group
+        recorded = decode_without_tokens(plain_line(line, arrays=False)).group
     except msgspec.MsgspecError:
         return {}
     prompt = recorded.problem.prompt.casefold()

@@ -46,7 +46,8 @@ _EAGER_MS = 5
 """Most calls are shorter than this. Until then only the end of the child wakes the worker, because
 small outputs fit into the pipe."""
 _SHARED_COUNT = 1024
-"""Slack where RLIMIT_NPROC also counts other processes of the same uid; a pids cgroup is exact."""
+"""Slack where RLIMIT_NPROC also counts other processes of the same uid; a pids cgroup is exact.
+Sessions have twice as much: they copy themselves also while a call holds all threads it can get."""
 _SCRATCH_CHECK_S = 0.03
 """Maximum interval between two checks of the limits in portable, where scratch is checked."""
 _GATHER_MS = 2
@@ -252,7 +253,8 @@ class JailWorker:
         memory = self.base_as + (self.spec.memory_mb << 20)
         strict = self.spec.level == "strict"
         counted_here = strict and not self.spec.group.pids and not self.spec.session
-        threads = self.spec.processes + (1 if counted_here else _SHARED_COUNT)
+        shared = 2 * _SHARED_COUNT if self.spec.session else _SHARED_COUNT
+        threads = self.spec.processes + (1 if counted_here else shared)
         _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
         if hard != resource.RLIM_INFINITY:
             threads = min(threads, hard)
