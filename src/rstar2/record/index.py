@@ -184,7 +184,7 @@ _DECODER = msgspec.json.Decoder(PartialGroupLine)
 
 def decode_without_tokens(line: bytes) -> PartialGroupLine:
     """A recorded line without tokens and logprobs: several times faster than decoding it whole."""
-    return _DECODER.decode(plain_line(line))
+    return _DECODER.decode(plain_line(line, values_of="entropies"))
 
 
 def index_entry(line: bytes, at: int) -> GroupEntry:

@@ -271,10 +271,12 @@ class FollowedRecords:
 
 def read_at(path: Path, at: int, size: int) -> bytes:
     """`size` bytes from offset `at`; fewer if the file has been shortened."""
-    with path.open("rb", buffering=0) as file:
-        file.seek(at, os.SEEK_SET)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
         parts = []
-        while size > 0 and (part := file.read(size)):
+        while size > 0 and (part := os.pread(descriptor, size, at)):
             parts.append(part)
-            size -= len(part)
+            at, size = at + len(part), size - len(part)
         return b"".join(parts)
+    finally:
+        os.close(descriptor)

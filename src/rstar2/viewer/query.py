@@ -18,7 +18,7 @@ import msgspec
 
 from rstar2.errors import UserError
 from rstar2.record.index import decode_without_tokens
-from rstar2.record.packed import line_text, plain_line
+from rstar2.record.packed import line_text
 from rstar2.report.latex import formulas
 from rstar2.types import StopReason
 from rstar2.viewer.catalog import OUTCOMES, rollout_cells
@@ -189,6 +189,8 @@ def _search(
 ) -> tuple[list[RolloutKey], int]:
     """Matches among `keys`, and the position up to which the list was searched."""
     needle = wanted.text.casefold()
+    is_plain = _PLAIN.fullmatch(needle) and json.dumps(needle)[1:-1] == needle
+    in_line = needle.encode() if is_plain else b""
     deadline = monotonic() + SEARCH_S
     matches: list[RolloutKey] = []
     position, last_group = wanted.start, (0, -1)
@@ -199,20 +201,19 @@ def _search(
             break
         stage, at, member = key
         if (stage, at) != last_group:  # rollouts of a group are mostly neighbours
-            last_group, texts = (stage, at), _texts(run.catalog.line_at(stage, at), needle)
+            last_group, texts = (stage, at), _texts(run.catalog.line_at(stage, at), in_line)
         if needle in texts.get(member, ""):
             matches.append((stage, at, member))
         position += 1
     return matches, position
 
 
-def _texts(line: bytes, needle: str) -> dict[int, str]:
-    """The text of each rollout of a group by member; empty if none contains the needle."""
-    is_plain = _PLAIN.fullmatch(needle) and json.dumps(needle)[1:-1] == needle
+def _texts(line: bytes, needle: bytes) -> dict[int, str]:
+    """The text of each rollout of a group by member; empty if the line has no needle in it."""
     try:
-        if is_plain and needle.encode() not in line_text(line).lower():
+        if needle and needle not in line_text(line).lower():
             return {}
-        recorded = decode_without_tokens(plain_line(line, arrays=False)).group
+        recorded = decode_without_tokens(line).group
     except msgspec.MsgspecError:
         return {}
     prompt = recorded.problem.prompt.casefold()
