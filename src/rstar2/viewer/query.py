@@ -193,18 +193,20 @@ def _search(
     in_line = needle.encode() if is_plain else b""
     deadline = monotonic() + SEARCH_S
     matches: list[RolloutKey] = []
-    position, last_group = wanted.start, (0, -1)
+    position = wanted.start
     texts: dict[int, str] = {}
-    while len(matches) < wanted.limit and monotonic() < deadline:
-        key = next(keys, None)
-        if key is None:
-            break
-        stage, at, member = key
-        if (stage, at) != last_group:  # rollouts of a group are mostly neighbours
-            last_group, texts = (stage, at), _texts(run.catalog.line_at(stage, at), in_line)
-        if needle in texts.get(member, ""):
-            matches.append((stage, at, member))
+    last_stage, last_at = 0, -1
+    for stage, at, member in keys:
+        if at != last_at or stage != last_stage:  # rollouts of a group are mostly neighbours
+            if monotonic() > deadline:
+                break
+            last_stage, last_at = stage, at
+            texts = _texts(run.catalog.line_at(stage, at), in_line)
         position += 1
+        if texts and needle in texts.get(member, ""):
+            matches.append((stage, at, member))
+            if len(matches) == wanted.limit:
+                break
     return matches, position
 
 
