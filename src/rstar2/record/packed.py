@@ -153,7 +153,7 @@ def _damaged(why: object) -> msgspec.DecodeError:
 def _lists(contents: _Contents, texts: list[bytes], values_of: str | None) -> list[bytes]:
     """The JSON text of each array, in order. `texts` are those before the arrays."""
     wanted = b"" if values_of is None else f'"{values_of}":'.encode()
-    columns: dict[str, list[float]] = {}
+    columns: dict[str, np.ndarray[Any, Any]] = {}
     taken = dict.fromkeys(contents.columns, 0)
     lists = []
     lengths = _read("I", contents.lengths)
@@ -165,7 +165,7 @@ def _lists(contents: _Contents, texts: list[bytes], values_of: str | None) -> li
             continue
         if kind not in columns:
             columns[kind] = _values(kind, contents.columns[kind])
-        lists.append(msgspec.json.encode(columns[kind][start:end]))
+        lists.append(msgspec.json.encode(columns[kind][start:end].tolist()))
     return lists
 
 
@@ -183,20 +183,13 @@ def _column(values: array[Any]) -> tuple[str, bytes]:
     return values.typecode, _little(values).tobytes()
 
 
-def _values(kind: str, data: bytes) -> list[float]:
+def _values(kind: str, data: bytes) -> np.ndarray[Any, Any]:
     """The numbers of a column."""
-    size = _width(kind)
-    flat = bytearray(len(data))
-    count = len(data) // size
-    for place in range(size):
-        flat[place::size] = data[place * count : (place + 1) * count]
+    flat = np.frombuffer(data, np.uint8).reshape(_width(kind), -1).T.tobytes()
     if kind != DECIMALS:
-        return _read(kind, bytes(flat)).tolist()
-    millionths = np.frombuffer(bytes(flat), "<i4")
-    numbers: list[float] = np.where(
-        millionths == NEGATIVE_ZERO, -0.0, millionths / MILLION
-    ).tolist()
-    return numbers
+        return np.asarray(_read(kind, flat))
+    millionths = np.frombuffer(flat, "<i4")
+    return np.where(millionths == NEGATIVE_ZERO, -0.0, millionths / MILLION)
 
 
 def _sorted(kind: str, data: bytes) -> bytes:
