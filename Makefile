@@ -14,8 +14,8 @@ export PYTHONDONTWRITEBYTECODE :=
 # CI sets RETRY to .ci/twice, which runs failed tests once more.
 RETRY ?=
 # The tests of a file stay on one worker; tests/conftest.py has the exceptions and the order.
-# One worker more than cores, because many tests wait for processes that they start.
-WORKERS ?= $(shell expr $$(nproc) + 1)
+# Two workers more than cores, because many tests wait for processes that they start.
+WORKERS ?= $(shell expr $$(nproc) + 2)
 PYTEST := OMP_NUM_THREADS=1 $(RETRY) $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help install quickstart smollm2 test test-fast test-vllm test-cluster lint format wheel clean

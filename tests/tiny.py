@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cache
+
+from transformers import PreTrainedTokenizerFast
 
 from rstar2.agent.template import Template
 from rstar2.config import TemplateConfig
 from rstar2.learner.tiny import make_tokenizer
 
-tokenizer = cache(make_tokenizer)
-"""Tests must not change it."""
+trained = cache(make_tokenizer)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A copy: a template records its settings in its tokenizer."""
+    return deepcopy(trained())
 
 
 @cache
