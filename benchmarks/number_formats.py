@@ -37,7 +37,12 @@ from rstar2.learner.smollm2 import make_smollm2
 from rstar2.problems.load import load_problems
 from rstar2.types import Generation, Sampling
 
-FORMATS = ("float32", "bfloat16")
+FORMATS = {
+    "float32": ("float32", False),
+    "bfloat16": ("bfloat16", False),
+    "int8": ("bfloat16", True),
+}
+"""Number format of the weights, and whether layers multiply with 8 bits."""
 PEER = "float32"
 CAP = 2.0
 DEADLINE_S = 1800.0
@@ -103,10 +108,11 @@ async def sample_all(
     samples: dict[str, list[Generation]] = {}
     async with AsyncExitStack() as stack:
         engines = {}
-        for name in FORMATS:
+        for name, (dtype, int8) in FORMATS.items():
             engine = EmbeddedEngine(
-                model, kv_tokens=65_536, max_sequences=64, max_length=1024, name=name, dtype=name
-            )
+                model, kv_tokens=65_536, max_sequences=64, max_length=1024, name=name, dtype=dtype,
+                int8=int8,
+            )  # fmt: skip
             stack.push_async_callback(engine.close)
             await engine.start()
             await generate(engine, prompts[:1], 4, seed)  # warm up

@@ -194,6 +194,11 @@ def test_wrong_overrides(override: str, expected: str) -> None:
         (["learner.cpu_offload=true"], "needs several ranks, and learner.ranks = 1"),
         (["engine.sleep=true"], "needs vLLM servers that rstar2 starts"),
         (["engine.kind=vllm", "engine.lora=adapter"], "engine.lora = adapter needs learner.lora"),
+        (["engine.kind=vllm", "engine.quantization=int8"], "is for embedded engines, not for vllm"),
+        (
+            ["engine.quantization=int8", "rl.loss.importance_cap=null"],
+            "needs the importance correction: set rl.loss.importance_cap",
+        ),
         (["engine.kind=openai"], "evaluation only"),
         (["engine.urls=[http://x]"], "not used by engine.kind = embedded"),
         (["deterministic=true", "engine.kind=vllm"], "is not possible"),

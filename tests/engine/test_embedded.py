@@ -332,13 +332,16 @@ async def test_the_worker_dies_with_its_parent(llama: Any) -> None:
 
 
 @pytest.mark.slow
-async def test_a_recipe_chooses_the_number_format_of_its_engines(llama: Any) -> None:
-    """In bfloat16 logprobs are near those of transformers in float32, and not equal to them."""
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+async def test_a_recipe_chooses_the_number_format_of_its_engines(
+    llama: Any, quantization: str
+) -> None:
+    """Logprobs are near those of transformers in float32, and not equal to them."""
     recipe = Recipe.model_validate(
         {
             "name": "narrow",
             "model": {"path": str(llama.path), "dtype": "bfloat16", "max_length": 256},
-            "engine": {"kv_tokens": 1024, "max_sequences": 4},
+            "engine": {"kv_tokens": 1024, "max_sequences": 4, "quantization": quantization},
         }
     )
     (engine,) = make_engines(recipe, llama.path)

@@ -261,6 +261,19 @@ def _lora(recipe: Recipe) -> Iterator[RecipeFault]:
 
 def _engines(recipe: Recipe) -> Iterator[RecipeFault]:
     engine = recipe.engine
+    if engine.quantization == "int8":
+        if engine.kind != "embedded":
+            yield RecipeFault(
+                f"engine.quantization = int8 is for embedded engines, not for {engine.kind}: use "
+                "none; vLLM quantizes by its own options (engine.arguments)",
+                ("engine.quantization", "engine.kind"),
+            )
+        if recipe.rl.stages and recipe.rl.loss.importance_cap is None:
+            yield RecipeFault(
+                "engine.quantization = int8 samples from rounded weights and needs the importance "
+                "correction: set rl.loss.importance_cap, such as 2.0",
+                ("engine.quantization", "rl.loss.importance_cap"),
+            )
     if engine.lora == "adapter":
         wrong = (
             "engine.kind = vllm"

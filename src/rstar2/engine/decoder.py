@@ -201,8 +201,12 @@ class Decoder:
         max_length: int,
         device: torch.device,
         dtype: torch.dtype,
+        int8: bool = False,
     ) -> None:
+        if int8 and device.type != "cpu":
+            raise UserError("engine.quantization = int8 runs on CPUs: use none on a GPU")
         shape = self.shape = config.shape
+        self._int8 = int8
         self._eps = config.norm_eps
         self._gemma = config.architecture == GEMMA3
         self._qk_norm = config.architecture in ("qwen3", GEMMA3)
@@ -257,6 +261,8 @@ class Decoder:
         shape = self.shape
         names = GEMMA_LAYER_NAMES if self._gemma else LAYER_NAMES
 
+        projection = partial(Projection, int8=self._int8)
+
         def norm(field: str) -> RmsNorm:
             return self._norm(take(f"{at}{names[field]}.weight", shape.hidden))
 
@@ -284,17 +290,17 @@ class Decoder:
             q_norm, k_norm = self._norm(q_weight), self._norm(k_weight)
         return LayerWeights(
             input_norm=norm("input_norm"),
-            qkv=Projection(torch.cat((q, k, v)), _cat_biases((q_bias, k_bias, v_bias))),
+            qkv=projection(torch.cat((q, k, v)), _cat_biases((q_bias, k_bias, v_bias))),
             q_norm=q_norm,
             k_norm=k_norm,
-            out=Projection(
+            out=projection(
                 take(f"{at}self_attn.o_proj.weight", shape.hidden, shape.heads * shape.head_dim),
                 take.optional(f"{at}self_attn.o_proj.bias", shape.hidden),
             ),
             out_norm=norm("out_norm") if self._gemma else None,
             mlp_norm=norm("mlp_norm"),
-            gate_up=Projection(torch.cat((gate, up)), _cat_biases(gate_up_biases)),
-            down=Projection(
+            gate_up=projection(torch.cat((gate, up)), _cat_biases(gate_up_biases)),
+            down=projection(
                 take(f"{at}mlp.down_proj.weight", shape.hidden, None),
                 take.optional(f"{at}mlp.down_proj.bias", shape.hidden),
             ),

@@ -71,6 +71,7 @@ class EmbeddedEngine:
         threads: int = 1,
         process: bool = True,
         dtype: str | None = None,
+        int8: bool = False,
     ) -> None:
         self.name = name
         self._settings = WorkerSettings(
@@ -81,6 +82,7 @@ class EmbeddedEngine:
             version=version,
             threads=threads,
             dtype=dtype,
+            int8=int8,
         )
         self._process = process
         self._ids = itertools.count(1)

@@ -49,6 +49,7 @@ def make_engines(
             max_length=recipe.model.max_length,
             name=f"embedded-{index}",
             dtype=recipe.model.dtype,
+            int8=recipe.engine.quantization == "int8",
         )
         for index in range(recipe.engine.count)
     ]

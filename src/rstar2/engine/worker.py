@@ -45,6 +45,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     threads: int
     dtype: str | None = None
     """Number format; None: that of the model on a GPU, float32 on a CPU."""
+    int8: bool = False
+    """Layers multiply with weights and activations that are rounded to 8 bits."""
 
 
 def build(settings: WorkerSettings) -> Batcher:
@@ -66,6 +68,7 @@ def build(settings: WorkerSettings) -> Batcher:
         max_length=settings.max_length,
         device=torch.device("cuda" if cuda else "cpu"),
         dtype=dtype,
+        int8=settings.int8,
     )
     return Batcher(
         decoder,

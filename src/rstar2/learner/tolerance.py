@@ -1,9 +1,10 @@
 """How far rounding may move the logprobs of the probe between engine and learner.
 
-With float32 on both sides the tolerance is fixed. With bfloat16 on either side it is measured: an
-engine whose checksums prove that it holds the learner's weights scores several texts, and the
-difference to the learner's logprobs is rounding alone. A probe may then differ by `GAP_FACTOR`
-times the largest difference that was measured, then or at any probe since.
+With float32 on both sides the tolerance is fixed. With a coarser format on either side (bfloat16,
+or int8 in the engine) it is measured: an engine whose checksums prove that it holds the learner's
+weights scores several texts, and the difference to the learner's logprobs is rounding alone. A
+probe may then differ by `GAP_FACTOR` times the largest difference that was measured, then or at any
+probe since.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ log = logging.getLogger(__name__)
 PROBE_TOLERANCE = 1e-3
 """Largest difference of a probe token's logprob, float32 on both sides."""
 FIRST_TOLERANCE = 1.0
-"""The same with bfloat16 before anything was measured; the checksums already prove the weights."""
+"""The same for coarser formats before anything was measured; checksums prove the weights."""
 GAP_FACTOR = 4.0
-"""With bfloat16 the difference may be this times the largest one that was measured."""
+"""For coarser formats the difference may be this times the largest one that was measured."""
 ROUNDING_TEXTS = 16
 """Texts on which the difference is measured at first."""
 

@@ -118,7 +118,10 @@ class Runtime:
         self._arrival = asyncio.Event()
         self._serving = asyncio.Event()
         """Set once weights of the current learner were published."""
-        self.tolerance = MeasuredTolerance(recipe.model.dtype, recipe.learner.dtype)
+        formats: list[str] = [recipe.model.dtype, recipe.learner.dtype]
+        if recipe.engine.quantization != "none":
+            formats.append(recipe.engine.quantization)
+        self.tolerance = MeasuredTolerance(*formats)
         self._lost: set[str] = set()
         """Engines that died and do not serve yet."""
         self._rehearsed: set[str] = set()
