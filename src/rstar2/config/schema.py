@@ -90,8 +90,8 @@ class EngineConfig(Section):
     max_sequences: int = Field(256, ge=1)  #: Most sequences that one engine decodes at a time.
     quantization: Literal["none", "int8"] = "none"
     """`int8`: embedded engines on CPUs round the weights and inputs of their layers to 8 bits for
-    each product. Rollouts are faster, and the loss corrects for the difference to the learner
-    (`rl.loss.importance_cap`)."""
+    each product. The loss corrects for the difference to the learner (`rl.loss.importance_cap`).
+    Not faster than bfloat16 where the CPU has instructions for that."""
     hang_s: float = Field(60.0, gt=0)
     """Restart an engine with pending turns that cannot score a short text within this time, even if
     its health check passes."""
