@@ -254,7 +254,7 @@ def rows_of(values: dict[str, list[float]], ours: Ours) -> list[Row]:
         saturated = ours.latencies[case]
         p50, p99 = (1000 * quantile(saturated, q) for q in (0.5, 0.99))
         rows.append(Row(f"{case}, saturated p99", p99, p50, "< 10", "ms", "p50"))
-        single = ours.unloaded(case, 40)
+        single = ours.unloaded(case, 200)
         p50, p99 = (1000 * quantile(single, q) for q in (0.5, 0.99))
         rows.append(Row(f"{case}, unloaded p99", p99, p50, None, "ms", "p50"))
     worst, limit = 1000 * max(values["beside"]), 1000 * (LIMITS.wall_s or 0)

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+import asyncio
+from typing import Any
 
-from rstar2.http_server import READ_ON_BYTES, UnreadAnswer, foreign_site
+import pytest
+import uvicorn
+
+from rstar2.http_server import (
+    MAX_PIPELINED_BYTES,
+    READ_ON_BYTES,
+    SignalFreeServer,
+    UnreadAnswer,
+    bind,
+    foreign_site,
+)
 
 STEP = READ_ON_BYTES
 
@@ -64,3 +75,29 @@ def test_pages_of_other_sites_may_not(host: str, origin: str | None, named: str)
 def headers(host: str | None, origin: str | None) -> list[tuple[bytes, bytes]]:
     pairs = {b"accept": "*/*", b"host": host, b"origin": origin}
     return [(name, value.encode()) for name, value in pairs.items() if value is not None]
+
+
+async def answer_pong(scope: Any, receive: Any, send: Any) -> None:
+    head = [(b"content-length", b"4")]
+    await send({"type": "http.response.start", "status": 200, "headers": head})
+    await send({"type": "http.response.body", "body": b"pong"})
+
+
+async def test_pipelined_requests_wait_outside_every_server() -> None:
+    """uvicorn's own connection reads on after every answer, and keeps all that it has read."""
+    request = b"GET / HTTP/1.1\r\nhost: localhost\r\nx: " + 8000 * b"y" + b"\r\n\r\n"
+    count, most = 300, 0
+    with bind("127.0.0.1", 0) as sock:
+        server = SignalFreeServer(uvicorn.Config(answer_pong, lifespan="off", log_config=None))
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        async with asyncio.timeout(120):
+            reader, writer = await asyncio.open_connection(*sock.getsockname())
+            writer.write(count * request)
+            for _ in range(count):
+                await reader.readuntil(b"pong")
+                (connection,) = server.server_state.connections
+                most = max(most, len(connection.conn.trailing_data[0]))  # type: ignore[union-attr]
+            writer.close()
+            server.should_exit = True
+            await serving
+    assert 0 < most <= 2 * MAX_PIPELINED_BYTES

@@ -2,7 +2,8 @@
 
 - `bind` makes the listening socket.
 - `SignalFreeServer` leaves signals to the program around it. It disconnects callers that stop
-  reading, and refuses requests with two lengths.
+  reading, and refuses requests with two lengths. Requests that are sent before the last answer
+  (pipelining) wait in the caller's own socket when `MAX_PIPELINED_BYTES` of them have been read.
 - `LocalCallers` protects a server without a token from web pages.
 """
 
@@ -17,7 +18,10 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapp
 from typing import Any
 from urllib.parse import urlsplit
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rstar2.errors import UserError
 
@@ -33,6 +37,7 @@ UNREAD_S = 600.0
 """A caller that has not read on for this long is disconnected."""
 READ_ON_BYTES = 64 << 10
 """So much of a long answer counts as reading on."""
+MAX_PIPELINED_BYTES = 256 << 10
 
 
 class UnreadAnswer:
@@ -55,6 +60,30 @@ class UnreadAnswer:
         self.unread_s = now_s - self._since_s
 
 
+class PipelineFlow(FlowControl):
+    """Reads no further while enough requests wait for their turn.
+
+    uvicorn reads on whenever a request asks for more of its body or ends, and so would take in
+    more requests than it answers.
+    """
+
+    def __init__(self, transport: asyncio.Transport, waiting: h11.Connection) -> None:
+        super().__init__(transport)
+        self._waiting = waiting
+
+    def resume_reading(self) -> None:
+        if self.read_paused and len(self._waiting.trailing_data[0]) < MAX_PIPELINED_BYTES:
+            super().resume_reading()
+
+
+class PipelinedConnection(H11Protocol):
+    """uvicorn's connection with a bound of requests that wait for their turn."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow = PipelineFlow(transport, self.conn)
+
+
 class SignalFreeServer(uvicorn.Server):
     """uvicorn without its signal handlers: the program around it decides when it stops.
 
@@ -63,6 +92,8 @@ class SignalFreeServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, unread_s: float = UNREAD_S) -> None:
         config.app = OneLength(config.app)
+        if config.http == "auto":
+            config.http = PipelinedConnection
         super().__init__(config)
         self.unread_s = unread_s
         self.unread: dict[Any, UnreadAnswer] = {}

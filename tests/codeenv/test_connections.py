@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from rstar2.codeenv import deadlines
-from rstar2.codeenv.server.connections import MAX_PIPELINED_BYTES
+from rstar2.http_server import MAX_PIPELINED_BYTES
 
 POST = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
 GET = b"GET /ping HTTP/1.1\r\nhost: localhost\r\n\r\n"

@@ -9,8 +9,6 @@ A connection costs a descriptor, and a process has a limited number of them (oft
   connection is answered with 503 and closed.
 - A caller has `HEADER_READ_S` to send the head of a request, and a connection without a request
   stays open for `KEEP_ALIVE_S`. A caller that does not read on for `UNREAD_S` is disconnected.
-- Requests that are sent before the last answer (pipelining) wait in the caller's own socket when
-  `MAX_PIPELINED_BYTES` of them have been read.
 - If accepting fails nevertheless, the server pauses and logs once a minute. asyncio's own accept
   loop would retry and log a thousand times a second.
 """
@@ -23,20 +21,16 @@ import logging
 import math
 import socket
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rstar2.codeenv import deadlines
 from rstar2.descriptors import raise_descriptor_limit
-from rstar2.http_server import SignalFreeServer
+from rstar2.http_server import PipelinedConnection, SignalFreeServer
 from rstar2.tasks import cancel_all
 
 log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 << 10
-MAX_PIPELINED_BYTES = 256 << 10
 
 _BUSY_BODY = (
     b'{"error":{"code":"queue_full","message":"every connection of this server is serving a '
@@ -59,23 +53,7 @@ def connection_bound(wanted: int) -> int:
     return min(wanted, half)
 
 
-class PipelineFlow(FlowControl):
-    """Reads no further while enough requests wait for their turn.
-
-    uvicorn reads on whenever a request asks for more of its body or ends, and so would take in
-    more requests than it answers.
-    """
-
-    def __init__(self, transport: asyncio.Transport, waiting: h11.Connection) -> None:
-        super().__init__(transport)
-        self._waiting = waiting
-
-    def resume_reading(self) -> None:
-        if self.read_paused and len(self._waiting.trailing_data[0]) < MAX_PIPELINED_BYTES:
-            super().resume_reading()
-
-
-class HttpConnection(H11Protocol):
+class HttpConnection(PipelinedConnection):
     """uvicorn's connection, which can say how long it has waited for its caller.
 
     It is looked at about once a second, so that requests cost nothing for it.
@@ -87,7 +65,6 @@ class HttpConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.flow = PipelineFlow(transport, self.conn)
         self.look(self.loop.time())
 
     @property
