@@ -78,6 +78,8 @@ def headers(host: str | None, origin: str | None) -> list[tuple[bytes, bytes]]:
 
 
 async def answer_pong(scope: Any, receive: Any, send: Any) -> None:
+    await receive()
+    await asyncio.sleep(0.001)  # the server may read on meanwhile
     head = [(b"content-length", b"4")]
     await send({"type": "http.response.start", "status": 200, "headers": head})
     await send({"type": "http.response.body", "body": b"pong"})
