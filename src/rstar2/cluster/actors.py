@@ -75,16 +75,9 @@ class EngineActor:
 def make_engine(name: str, recipe: Recipe, model: str) -> Any:
     """Create an engine of the recipe's kind on this node."""
     if recipe.engine.kind == "embedded":
-        from rstar2.engine.embedded import EmbeddedEngine
+        from rstar2.engine.make import embedded_engine
 
-        return EmbeddedEngine(
-            model,
-            kv_tokens=recipe.engine.kv_tokens,
-            max_sequences=recipe.engine.max_sequences,
-            max_length=recipe.model.max_length,
-            name=name,
-            dtype=recipe.model.dtype,
-        )
+        return embedded_engine(name, recipe, model)
     from dataclasses import replace
 
     from rstar2.engine.make import gpus_here, server_settings

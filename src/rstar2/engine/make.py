@@ -41,18 +41,21 @@ def make_engines(
         raise RecipeError(
             f"engine.kind={recipe.engine.kind} cannot receive weights: use embedded or vllm"
         )
-    return [
-        EmbeddedEngine(
-            model_dir,
-            kv_tokens=recipe.engine.kv_tokens,
-            max_sequences=recipe.engine.max_sequences,
-            max_length=recipe.model.max_length,
-            name=f"embedded-{index}",
-            dtype=recipe.model.dtype,
-            int8=recipe.engine.quantization == "int8",
-        )
-        for index in range(recipe.engine.count)
-    ]
+    names = [f"embedded-{index}" for index in range(recipe.engine.count)]
+    return [embedded_engine(name, recipe, model_dir) for name in names]
+
+
+def embedded_engine(name: str, recipe: Recipe, model_dir: Path | str) -> EmbeddedEngine:
+    """One embedded engine of a recipe."""
+    return EmbeddedEngine(
+        model_dir,
+        kv_tokens=recipe.engine.kv_tokens,
+        max_sequences=recipe.engine.max_sequences,
+        max_length=recipe.model.max_length,
+        name=name,
+        dtype=recipe.model.dtype,
+        int8=recipe.engine.quantization == "int8",
+    )
 
 
 def vllm_engines(
