@@ -74,13 +74,12 @@ class EngineActor:
 
 def make_engine(name: str, recipe: Recipe, model: str) -> Any:
     """Create an engine of the recipe's kind on this node."""
-    if recipe.engine.kind == "embedded":
-        from rstar2.engine.make import embedded_engine
+    from rstar2.engine.make import embedded_engine, gpus_here, server_settings
 
+    if recipe.engine.kind == "embedded":
         return embedded_engine(name, recipe, model)
     from dataclasses import replace
 
-    from rstar2.engine.make import gpus_here, server_settings
     from rstar2.engine.vllm import VllmEngine
     from rstar2.plan.share import beside_learner
 
