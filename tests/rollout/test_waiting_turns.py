@@ -108,3 +108,50 @@ def test_waiting_turn_that_does_not_move_is_looked_at_again_after_a_report() -> 
     assert policy._outlook(made.state, "e0").stays == "g/0"
     made.load_reported("e0", EngineLoad(10, 1, 0, 0, 0))
     assert policy._outlook(made.state, "e0").stays == ""
+
+
+def report(made: Scheduler, steps: int, waiting: int) -> None:
+    made.load_reported("e0", EngineLoad(10, 3 - waiting, waiting, 0, 0, steps))
+
+
+def completions(made: Scheduler, *names: str) -> list[int]:
+    state = made.state
+    return [state.estimated_completion(state.sessions[name]) for name in names]
+
+
+def test_turns_in_an_engines_own_queue_do_not_advance() -> None:
+    made, _ = scheduler(3)
+    names = ("g/0", "g/1", "g/2")
+    for name in names:
+        ask(made, name)
+    placed(made)
+    report(made, steps=100, waiting=0)
+    assert completions(made, *names) == [0, 0, 0], "when they started is not known yet"
+    report(made, steps=120, waiting=0)
+    assert completions(made, *names) == [20, 20, 20]
+    report(made, steps=130, waiting=1)
+    assert completions(made, *names) == [30, 30, 20], "the last one waits"
+    engine = made.state.engines["e0"]
+    assert engine.running_tokens == 3 * 10 + 30 + 30 + 20
+    report(made, steps=7, waiting=0)
+    assert completions(made, *names) == [30, 30, 20], "the engine's count began anew"
+    report(made, steps=12, waiting=0)
+    assert completions(made, *names) == [35, 35, 25]
+
+
+def test_turn_whose_prefix_is_lost_waits_for_room_and_no_new_rollout_overtakes_it() -> None:
+    made = Scheduler(SchedulerConfig())
+    for name in ("e0", "e1"):
+        made.join(name, EngineCapacity(200, 8, 200), 0)
+    made.submit(TurnRequest("a/0", "a", 10, 150))
+    made.submit(TurnRequest("b/0", "b", 10, 150))
+    engines = placed(made)
+    made.turn_ended("b/0", 150)
+    made.submit(TurnRequest("b/0", "b", 152, 8))
+    assert placed(made) == {"b/0": engines["b/0"]}
+    made.engine_lost(engines["b/0"])
+    made.submit(TurnRequest("c/0", "c", 10, 20))
+    assert placed(made) == {}, "10 + 152 tokens and 32 steps of both exceed 200"
+    made.turn_ended("a/0", 20)
+    made.end("a/0")
+    assert list(placed(made))[0] == "b/0"

@@ -5,7 +5,8 @@ Rules, in the order in which they are applied:
 1. **Order.** Turns of begun rollouts come before new rollouts. They start on the engine with their
    prefix as soon as it has a sequence slot and room: a turn that starts in a full cache is the next
    one that the engine preempts. Those with the fewest tokens start first: they have the most steps
-   left, so they would end last. New rollouts are admitted in the order of their groups.
+   left, so they would end last. Those whose prefix is on no engine (it died, or evicted them) wait
+   for the first one with room. New rollouts are admitted in the order of their groups.
 2. **Admission.** A new rollout is admitted to an engine if it saves more time there than it is
    expected to cost. It is the last to arrive, so it is the first that the engine preempts when the
    cache overflows. Until then it runs for some steps, and each of them saves its share of a step's
@@ -25,7 +26,8 @@ Rules, in the order in which they are applied:
 5. **Tool calls.** While its tools run a rollout keeps its place, so that the next turn reuses its
    prefix. As soon as a new rollout lacks the room, those whose tools run longer than pays
    (`ToolWaits`) lose their place, the longest wait first.
-6. **Feedback.** KV use that an engine reports above its forecast is subtracted from its capacity.
+6. **Feedback.** Turns in an engine's own queue, the last ones that started there, do not advance
+   with its steps. KV use that an engine reports above its forecast is subtracted from its capacity.
    KV use below the sum of its running rollouts shows how much of their prompts they share; half of
    that part is not counted twice. An engine with a queue of its own, or with turns that wait for
    room there, gets no new rollout.
@@ -33,7 +35,7 @@ Rules, in the order in which they are applied:
 A rollout reserves its part of the expected peak. Reservations never exceed the cache: where the
 expected peak does, all are reduced in proportion.
 
-No starvation: while a begun rollout waits for room on its engine no new one starts there, so those
+No starvation: while a begun rollout waits for room on an engine no new one starts there, so those
 before it are finite; new rollouts are never overtaken by younger ones. An engine on which nothing
 runs takes any rollout that it could hold alone.
 """
@@ -78,9 +80,6 @@ CHURN = 0.25
 """The part of a preempted rollout's tokens that is no longer cached when it resumes."""
 SHORT = 0.8
 """Above this share of the cache at the expected peak, prefixes of waiting rollouts are evicted."""
-LEAST_PROGRESS = 0.1
-"""A rollout is admitted only if it is expected to run this share of its steps before it could be
-preempted: in an engine's queue it can no longer go elsewhere."""
 TURN_SMOOTHING = 0.02
 LATE = 0.1
 """A rollout counts as ended when it is expected to run with at most this probability."""
@@ -129,6 +128,7 @@ class ReservePolicy:
 
     def load_reported(self, state: SchedulerState, name: str, load: EngineLoad) -> None:
         """An engine reported its load."""
+        state.steps_reported(name, load)
         outlook = self._outlook(state, name)
         engine = outlook.engine
         engine.budget.used = load.kv_used
@@ -205,7 +205,8 @@ class ReservePolicy:
             here.stays = name
             return placement
         self._extend_to(session.request.limit)
-        targets = [self._outlook(state, e) for e in state.serving if self._open(state, e, session)]
+        open_ = [self._outlook(state, e) for e in state.serving if self._open(state, e, session)]
+        targets = [outlook for outlook in open_ if self._has_room(session, outlook)]
         if not targets:
             return None
         demand = self._demand(session, targets[0])
@@ -237,13 +238,19 @@ class ReservePolicy:
         request = session.request
         self._extend_to(request.limit)
         outlooks = [self._outlook(state, engine) for engine in state.serving]
+        homeless = state.next_begun(None)
+        longest = inf if homeless is None else state.sessions[homeless[1]].request.limit
         candidates = [
             (outlook.drain_s, len(outlook.demands), place)
             for place, outlook in enumerate(outlooks)
             if outlook.engine.has_slot and request.limit <= outlook.total
             if outlook.refused is None or outlook.refused != request
             if not outlook.demands
-            or not (outlook.queued or state.next_begun(outlook.name) is not None)
+            or not (
+                outlook.queued
+                or longest <= outlook.total
+                or state.next_begun(outlook.name) is not None
+            )
         ]
         demand, fleet = None, None
         for _, _, place in sorted(candidates):
@@ -271,8 +278,6 @@ class ReservePolicy:
         if not outlook.demands:
             return True
         steps, lost = outlook.forecast.if_added(demand, outlook.room, CHURN * self._turns)
-        if steps < LEAST_PROGRESS * self._width * demand.alive_sum:
-            return False
         speed = outlook.speed
         usual_s = self._usual_step_s(state, outlook)
         tools_s = state.waits.mean * (self._turns - 1)

@@ -13,8 +13,9 @@ Invariant 5 (`KvBudget`): the tokens reserved on an engine never exceed its capa
 reservation is released exactly once; a second release is a bug and raises InvariantError.
 
 The state has no clock. Every sequence of an engine advances by one token per step, so the longest
-turn that has ended gives the number of steps an engine has made (`EngineState.steps`), and from
-that follows roughly how many tokens each running turn has (`estimated_completion`).
+turn that has ended, or the steps that the engine reports, give the number of steps it has made
+(`EngineState.steps`), and from that follows roughly how many tokens each running turn has
+(`estimated_completion`). Turns in the engine's own queue do not advance.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from heapq import heappop, heappush
+from itertools import islice
 
 from rstar2.errors import InvariantError
 from rstar2.rollout.speed import EngineSpeed, ToolWaits
-from rstar2.types import EngineCapacity, WeightVersion
+from rstar2.types import EngineCapacity, EngineLoad, WeightVersion
 
 Rank = tuple[int, int]
 """(group's ordinal, own ordinal): the smaller, the older."""
@@ -183,6 +185,8 @@ class EngineState:
     """A lower bound on the decoding steps made so far."""
     draining: bool = False
     preemptions: int = 0
+    _reported: tuple[int, int] | None = None
+    """The engine's own step count in its last report, and `steps` then."""
     _before: int = 0
     """The sum over `running`."""
 
@@ -194,6 +198,20 @@ class EngineState:
     def stop(self, name: str) -> None:
         """The turn no longer runs; nothing happens if it did not."""
         self._before -= self.running.pop(name, 0)
+
+    def advance(self, reported: int) -> int:
+        """The engine reports its own step count; returns `steps` at the report before."""
+        last, self._reported = self._reported, (reported, self.steps)
+        if last is None or reported < last[0]:
+            return self.steps
+        self.steps = max(self.steps, last[1] + reported - last[0])
+        self._reported = (reported, self.steps)
+        return last[1]
+
+    def set_back(self, name: str, steps: int) -> None:
+        """The turn did not advance in so many of the engine's last steps."""
+        self.running[name] -= steps
+        self._before -= steps
 
     @property
     def running_tokens(self) -> int:
@@ -246,6 +264,21 @@ class SchedulerState:
             return session.completion
         steps = self.engines[session.engine].steps - session.start_step
         return min(session.completion + steps, session.request.limit - session.first_prompt)
+
+    def steps_reported(self, engine_name: str, load: EngineLoad) -> None:
+        """Advance the turns of an engine by the steps that it reports.
+
+        Those in its own queue, which are the last ones that started there, do not advance.
+        """
+        if not load.steps:
+            return  # it does not count them
+        engine = self.engines[engine_name]
+        before = engine.advance(load.steps)
+        for name in islice(reversed(engine.running), load.waiting):
+            session = self.sessions[name]
+            missed = engine.steps - max(before, session.start_step)
+            session.start_step += missed
+            engine.set_back(name, missed)
 
     # ------------------------------------------------------------------ queue
 
