@@ -154,4 +154,24 @@ def test_turn_whose_prefix_is_lost_waits_for_room_and_no_new_rollout_overtakes_i
     assert placed(made) == {}, "10 + 152 tokens and 32 steps of both exceed 200"
     made.turn_ended("a/0", 20)
     made.end("a/0")
-    assert list(placed(made))[0] == "b/0"
+    assert next(iter(placed(made))) == "b/0"
+
+
+def test_room_of_rollouts_whose_tools_run_is_kept_while_new_rollouts_are_left() -> None:
+    made = Scheduler(SchedulerConfig())
+    made.join("e0", EngineCapacity(400, 3, 400), 0)
+    for name in ("a", "b", "c"):
+        made.submit(TurnRequest(name, name, 10, 390))
+        made.decide()
+        made.turn_ended(name, 100 if name == "c" else 120)
+    engine = made.state.engines["e0"]
+    assert engine.holding_tokens == 120 + 120 + 100
+    made.submit(TurnRequest("c", "c", 100, 300))
+    assert placed(made) == {"c": "e0"}, "alone it always may"
+    made.submit(TurnRequest("d", "d", 10, 390))
+    made.submit(TurnRequest("a", "a", 120, 280))
+    assert placed(made) == {}, "100 + 120 tokens, 120 kept for b and 2 x 32 steps exceed 400"
+    made.submit(TurnRequest("b", "b", 120, 280))
+    made.end("d")
+    assert placed(made) == {"a": "e0"}, "no new rollout is left: nothing is kept, a is the oldest"
+    assert engine.holding_tokens == 0

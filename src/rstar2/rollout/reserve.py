@@ -4,9 +4,11 @@ Rules, in the order in which they are applied:
 
 1. **Order.** Turns of begun rollouts come before new rollouts. They start on the engine with their
    prefix as soon as it has a sequence slot and room: a turn that starts in a full cache is the next
-   one that the engine preempts. Those with the fewest tokens start first: they have the most steps
-   left, so they would end last. Those whose prefix is on no engine (it died, or evicted them) wait
-   for the first one with room. New rollouts are admitted in the order of their groups.
+   one that the engine preempts. While new rollouts are left, those whose tools run keep their room,
+   and the oldest rollouts start first: otherwise each prefix would be evicted before its next turn.
+   Afterwards those with the fewest tokens start first: they have the most steps left, so they would
+   end last. Those whose prefix is on no engine (it died, or evicted them) wait for the first one
+   with room. New rollouts are admitted in the order of their groups.
 2. **Admission.** A new rollout is admitted to an engine if it saves more time there than it is
    expected to cost. It is the last to arrive, so it is the first that the engine preempts when the
    cache overflows. Until then it runs for some steps, and each of them saves its share of a step's
@@ -196,7 +198,7 @@ class ReservePolicy:
         home = session.engine
         if home is not None and state.serves(home):
             here = self._outlook(state, home)
-            has_room = self._has_room(session, here)
+            has_room = self._has_room(state, session, here)
             if here.stays == name and not here.engine.has_slot:
                 return None
             placement = self._move(state, name, home)
@@ -206,7 +208,7 @@ class ReservePolicy:
             return placement
         self._extend_to(session.request.limit)
         open_ = [self._outlook(state, e) for e in state.serving if self._open(state, e, session)]
-        targets = [outlook for outlook in open_ if self._has_room(session, outlook)]
+        targets = [outlook for outlook in open_ if self._has_room(state, session, outlook)]
         if not targets:
             return None
         demand = self._demand(session, targets[0])
@@ -222,7 +224,9 @@ class ReservePolicy:
         )
         return self._start(state, name, target, demand)
 
-    def _has_room(self, session: SessionState, outlook: EngineOutlook) -> bool:
+    def _has_room(
+        self, state: SchedulerState, session: SessionState, outlook: EngineOutlook
+    ) -> bool:
         """Whether the turn and all that run there can make HEADROOM_STEPS; alone it always may."""
         engine = outlook.engine
         running = len(engine.running)
@@ -230,7 +234,8 @@ class ReservePolicy:
             return engine.has_slot
         shared = SHARING_TRUST * outlook.sharing * session.first_prompt * running
         growth = HEADROOM_STEPS * (running + 1)
-        return engine.running_tokens + session.tokens - shared + growth <= outlook.total
+        kept = engine.holding_tokens if state.new else 0
+        return engine.running_tokens + kept + session.tokens - shared + growth <= outlook.total
 
     def _admit(self, state: SchedulerState, name: str) -> Placement | None:
         """Start a new rollout where that pays."""

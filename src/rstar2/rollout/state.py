@@ -177,8 +177,9 @@ class EngineState:
     version: WeightVersion
     running: dict[str, int] = field(default_factory=dict)
     """Sessions whose turns run here; their tokens at the start minus the engine's steps then."""
-    holding: set[str] = field(default_factory=set)
-    """Sessions with their prefix here whose tools run."""
+    holding: dict[str, int] = field(default_factory=dict)
+    """Sessions with their prefix here whose tools run, and their tokens."""
+    holding_tokens: int = 0
     resident: dict[str, None] = field(default_factory=dict)
     """Sessions with their prefix here, in order of arrival."""
     steps: int = 0
@@ -198,6 +199,15 @@ class EngineState:
     def stop(self, name: str) -> None:
         """The turn no longer runs; nothing happens if it did not."""
         self._before -= self.running.pop(name, 0)
+
+    def hold(self, name: str, tokens: int) -> None:
+        """The session's tools run."""
+        self.holding[name] = tokens
+        self.holding_tokens += tokens
+
+    def end_hold(self, name: str) -> None:
+        """Its tools no longer run; nothing happens if they did not."""
+        self.holding_tokens -= self.holding.pop(name, 0)
 
     def advance(self, reported: int) -> int:
         """The engine reports its own step count; returns `steps` at the report before."""
@@ -238,7 +248,8 @@ class SchedulerState:
         self._begun: dict[str | None, list[tuple[int, Rank, str]]] = {}
         """Waiting turns of begun rollouts, a heap for every engine that has their prefix.
 
-        Those with the fewest tokens come first; without an engine, the oldest.
+        Those that came while new rollouts were left are in the order of their age, as are those
+        without an engine; after them come those with the fewest tokens.
         """
         self._new: list[tuple[Rank, str]] = []
 
@@ -287,11 +298,11 @@ class SchedulerState:
         session = self.sessions[name]
         session.phase = Phase.WAITING
         if session.engine is not None:
-            self.engines[session.engine].holding.discard(name)
+            self.engines[session.engine].end_hold(name)
         if session.begun:
-            tokens = session.tokens if session.engine is not None else 0
+            oldest_first = session.engine is None or len(self._new) > 0
             queue = self._begun.setdefault(session.engine, [])
-            heappush(queue, (tokens, session.rank, name))
+            heappush(queue, (0 if oldest_first else session.tokens, session.rank, name))
         else:
             heappush(self._new, (session.rank, name))
 
@@ -382,7 +393,7 @@ class SchedulerState:
             return
         engine = self.engines[home]
         engine.stop(name)
-        engine.holding.discard(name)
+        engine.end_hold(name)
         del engine.resident[name]
         if engine.budget.held(name):
             engine.budget.release(name)
@@ -406,4 +417,4 @@ class SchedulerState:
         session.phase, session.holding_since = Phase.HOLDING, now
         if session.engine is not None:
             self.engines[session.engine].stop(name)
-            self.engines[session.engine].holding.add(name)
+            self.engines[session.engine].hold(name, session.tokens)
