@@ -126,7 +126,7 @@ def test_turns_in_an_engines_own_queue_do_not_advance() -> None:
         ask(made, name)
     placed(made)
     report(made, steps=100, waiting=0)
-    assert completions(made, *names) == [0, 0, 0], "when they started is not known yet"
+    assert completions(made, *names) == [0, 0, 0], "the steps may have been made before"
     report(made, steps=120, waiting=0)
     assert completions(made, *names) == [20, 20, 20]
     report(made, steps=130, waiting=1)
@@ -137,6 +137,13 @@ def test_turns_in_an_engines_own_queue_do_not_advance() -> None:
     assert completions(made, *names) == [30, 30, 20], "the engine's count began anew"
     report(made, steps=12, waiting=0)
     assert completions(made, *names) == [35, 35, 25]
+    made.turn_ended("g/0", 50)
+    ask(made, "g/0", prompt=60)
+    placed(made)
+    report(made, steps=500, waiting=0)
+    assert completions(made, *names) == [50, 90, 90], "it started since the last report"
+    report(made, steps=510, waiting=0)
+    assert completions(made, "g/0") == [60]
 
 
 def test_turn_whose_prefix_is_lost_waits_for_room_and_no_new_rollout_overtakes_it() -> None:

@@ -188,17 +188,21 @@ class EngineState:
     preemptions: int = 0
     _reported: tuple[int, int] | None = None
     """The engine's own step count in its last report, and `steps` then."""
+    _started: set[str] = field(default_factory=set)
+    """Running turns that started since that report."""
     _before: int = 0
     """The sum over `running`."""
 
     def run(self, name: str, tokens: int) -> None:
         """A turn with so many tokens starts."""
+        self._started.add(name)
         self.running[name] = tokens - self.steps
         self._before += self.running[name]
 
     def stop(self, name: str) -> None:
         """The turn no longer runs; nothing happens if it did not."""
         self._before -= self.running.pop(name, 0)
+        self._started.discard(name)
 
     def hold(self, name: str, tokens: int) -> None:
         """The session's tools run."""
@@ -209,14 +213,22 @@ class EngineState:
         """Its tools no longer run; nothing happens if they did not."""
         self.holding_tokens -= self.holding.pop(name, 0)
 
-    def advance(self, reported: int) -> int:
-        """The engine reports its own step count; returns `steps` at the report before."""
-        last, self._reported = self._reported, (reported, self.steps)
-        if last is None or reported < last[0]:
-            return self.steps
-        self.steps = max(self.steps, last[1] + reported - last[0])
-        self._reported = (reported, self.steps)
-        return last[1]
+    def advance(self, load: EngineLoad) -> dict[str, int]:
+        """The engine reports its own count of steps; returns by how many a turn falls behind.
+
+        Turns in its own queue, the last ones that started there, did not advance since the report
+        before. Those that started since then are taken to start now: the steps may be older.
+        """
+        before, steps = self.steps, self.steps
+        if self._reported is not None and load.steps >= self._reported[0]:
+            before = self._reported[1]
+            steps = max(steps, before + load.steps - self._reported[0])
+        made, self.steps = steps - before, steps
+        self._reported = (load.steps, steps)
+        queued = islice(reversed(self.running), load.waiting)
+        behind = dict.fromkeys(queued, made) | dict.fromkeys(self._started, steps)
+        self._started.clear()
+        return behind
 
     def set_back(self, name: str, steps: int) -> None:
         """The turn did not advance in so many of the engine's last steps."""
@@ -277,17 +289,13 @@ class SchedulerState:
         return min(session.completion + steps, session.request.limit - session.first_prompt)
 
     def steps_reported(self, engine_name: str, load: EngineLoad) -> None:
-        """Advance the turns of an engine by the steps that it reports.
-
-        Those in its own queue, which are the last ones that started there, do not advance.
-        """
+        """Advance the turns of an engine by the steps that it reports."""
         if not load.steps:
             return  # it does not count them
         engine = self.engines[engine_name]
-        before = engine.advance(load.steps)
-        for name in islice(reversed(engine.running), load.waiting):
+        for name, steps in engine.advance(load).items():
             session = self.sessions[name]
-            missed = engine.steps - max(before, session.start_step)
+            missed = min(steps, engine.steps - session.start_step)
             session.start_step += missed
             engine.set_back(name, missed)
 
