@@ -140,6 +140,7 @@ def test_turns_in_an_engines_own_queue_do_not_advance() -> None:
     made.turn_ended("g/0", 50)
     ask(made, "g/0", prompt=60)
     placed(made)
+    assert engine.steps == 35, "the report counts, not the turn that has ended"
     report(made, steps=500, waiting=0)
     assert completions(made, *names) == [50, 90, 90], "it started since the last report"
     report(made, steps=510, waiting=0)

@@ -148,9 +148,7 @@ class Scheduler:
         if session is None or session.phase is not Phase.RUNNING or session.engine is None:
             raise InvariantError(f"{name} ended a turn that was not running")
         engine = self.state.engines[session.engine]
-        engine.steps = max(
-            engine.steps, session.start_step + tokens - session.request.prompt_tokens
-        )
+        engine.turn_ended(session.start_step + tokens - session.request.prompt_tokens)
         session.tokens, session.truncated = tokens, truncated
         self.state.hold(name, now)
         self.policy.turn_ended(self.state, name)

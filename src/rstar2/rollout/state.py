@@ -12,8 +12,8 @@ and `evict`, so that the invariants below hold under every policy.
 Invariant 5 (`KvBudget`): the tokens reserved on an engine never exceed its capacity, and a
 reservation is released exactly once; a second release is a bug and raises InvariantError.
 
-The state has no clock. Every sequence of an engine advances by one token per step, so the longest
-turn that has ended, or the steps that the engine reports, give the number of steps it has made
+The state has no clock. Every sequence of an engine advances by one token per step, so the steps
+that the engine reports, or the longest turn that has ended, give the number of steps it has made
 (`EngineState.steps`), and from that follows roughly how many tokens each running turn has
 (`estimated_completion`). Turns in the engine's own queue do not advance.
 """
@@ -203,6 +203,11 @@ class EngineState:
         """The turn no longer runs; nothing happens if it did not."""
         self._before -= self.running.pop(name, 0)
         self._started.discard(name)
+
+    def turn_ended(self, step: int) -> None:
+        """A turn ended after this step. An engine that reports its steps knows them better."""
+        if self._reported is None:
+            self.steps = max(self.steps, step)
 
     def hold(self, name: str, tokens: int) -> None:
         """The session's tools run."""
