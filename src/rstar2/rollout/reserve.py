@@ -227,7 +227,10 @@ class ReservePolicy:
     def _has_room(
         self, state: SchedulerState, session: SessionState, outlook: EngineOutlook
     ) -> bool:
-        """Whether the turn and all that run there can make HEADROOM_STEPS; alone it always may."""
+        """Whether the turn and all that run there can make HEADROOM_STEPS; alone it always may.
+
+        While new rollouts are left, the room of those whose tools run is not free.
+        """
         engine = outlook.engine
         running = len(engine.running)
         if not running or not engine.has_slot:
