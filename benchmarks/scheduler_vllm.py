@@ -102,6 +102,7 @@ class Bench:
     process: int
     learnt: dict[str, Scheduler] = field(default_factory=dict)
     """Schedulers as they were after the warm-up; every run starts with a copy."""
+    runs: int = 0
 
     async def warm_up(self, policy: str) -> None:
         """Let a policy learn in a run with rollouts that no repetition has."""
@@ -163,8 +164,13 @@ class Bench:
         )
 
     def _rollouts(self, fleet: Fleet, repetition: int) -> Iterator[asyncio.Task[Trajectory]]:
-        """Start all rollouts of a repetition."""
+        """Start all rollouts of a repetition.
+
+        Their ids are new in every run: the code environment would not execute a call again, but
+        return at once what the call with the same id has returned before.
+        """
         setting = self.setting
+        self.runs += 1
         plans = draw_plans(
             setting.rollouts,
             seed=1000 * setting.seed + repetition,
@@ -175,7 +181,7 @@ class Bench:
         loop = AgentLoop(PythonMath(self.template.config), fleet, self.tools, self.template, AGENT)
         spec = RolloutSpec(SamplingConfig(), setting.max_length, setting.max_turns)
         for index, plan in enumerate(plans):
-            group = f"{repetition}/{index // GROUP}"
+            group = f"{self.runs}/{repetition}/{index // GROUP}"
             self.engines[0].script.add(f"{group}/{index}", plan)
             yield asyncio.ensure_future(
                 loop.run(
