@@ -41,7 +41,9 @@ class EngineOutlook:
     @property
     def step_s(self) -> float:
         """Seconds of a step with the rollouts that are here now."""
-        return self.speed.seconds(min(self.forecast.now, self.total))
+        forecast = self.forecast
+        share = min(1.0, self.total / max(1.0, forecast.now))
+        return self.speed.seconds(share * float(forecast.alive[0]), share * forecast.now)
 
     @property
     def drain_s(self) -> float:

@@ -302,7 +302,8 @@ class ReservePolicy:
 
     def _usual_step_s(self, state: SchedulerState, outlook: EngineOutlook) -> float:
         """Seconds of a step with as many rollouts as the engine usually runs."""
-        return outlook.speed.seconds(self._batch(state, outlook) * self._size)
+        batch = self._batch(state, outlook)
+        return outlook.speed.seconds(batch, batch * self._size)
 
     def _fleet(
         self, state: SchedulerState, outlooks: Sequence[EngineOutlook], demand: KvDemand
@@ -330,8 +331,9 @@ class ReservePolicy:
             return True
         if fleet.steps * step_s <= fleet.done_s:
             return False
-        usual = self._batch(state, outlook) * self._size
-        fastest = min(state.speeds[name].seconds(usual) for name in state.serving)
+        batch = self._batch(state, outlook)
+        speeds = (state.speeds[name] for name in state.serving)
+        fastest = min(speed.seconds(batch, batch * self._size) for speed in speeds)
         return fleet.steps * step_s > SLOW * fleet.steps * fastest
 
     def _move(self, state: SchedulerState, name: str, home: str) -> Placement | None:

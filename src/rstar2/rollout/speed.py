@@ -1,10 +1,11 @@
 """What the scheduler learns about time: how fast an engine is, and how long tools take.
 
 **Speed** (`EngineSpeed`). A step of an engine takes `step_s` (it reads the weights, whatever the
-batch) plus `token_s` per token of KV in use plus `prefill_s` per prompt token. The three follow
-from the counters in an engine's load reports by least squares of relative errors, in which old
-reports fade. Before there are reports, and for what they do not tell, `PRIOR_RATIOS` hold:
-recomputing 250 tokens takes as long as the fixed part of one step.
+batch) plus `sequence_s` per sampled token plus `token_s` per token of KV in use plus `prefill_s`
+per prompt token. The four follow from the counters in an engine's load reports by least squares of
+relative errors, in which old reports fade. Before there are reports, and for what they do not tell,
+`PRIOR_RATIOS` hold: computing 250 tokens takes as long as the fixed part of one step. No
+coefficient falls below a fifth of what these ratios give.
 
 **Tool waits** (`ToolWaits`). Holding x tokens in a cache of K for w seconds costs the engine
 w x / K; dropping and recomputing them costs x prefill_s. So a wait should be held up to the time t
@@ -16,34 +17,38 @@ from __future__ import annotations
 from math import ceil, log2
 
 import numpy as np
+from scipy.optimize import nnls
 
 from rstar2.types import EngineLoad
 
 PRIOR_STEP_S = 0.02
-PRIOR_RATIOS = np.array([1.0, 1 / 200_000, 1 / 250])
-"""step_s, token_s and prefill_s relative to step_s."""
+PRIOR_RATIOS = np.array([1.0, 1 / 250, 1 / 200_000, 1 / 250])
+"""step_s, sequence_s, token_s and prefill_s relative to step_s."""
 FADE = 0.98
 """Weight of a report relative to the next one."""
 RIDGE = 0.002
 """Weight of the prior relative to the reports."""
+LEAST = 0.2
+"""A coefficient's smallest value relative to the prior."""
 
 BUCKETS, FIRST_WAIT_S = 64, 0.02
 LEAST_WAITS, WAIT_FADE = 16.0, 0.998
 
 
 class EngineSpeed:
-    """The three coefficients of one engine, learnt from its load reports."""
+    """The four coefficients of one engine, learnt from its load reports."""
 
     step_s: float
+    sequence_s: float
     token_s: float
     prefill_s: float
 
     def __init__(self) -> None:
-        self.step_s, self.token_s, self.prefill_s = (PRIOR_STEP_S * PRIOR_RATIOS).tolist()
+        self._set(PRIOR_STEP_S * PRIOR_RATIOS)
         self.learnt = False
         self._last: tuple[float, EngineLoad] | None = None
-        self._moments = np.zeros((3, 3))
-        self._sums = np.zeros(3)
+        self._moments = np.zeros((4, 4))
+        self._sums = np.zeros(4)
 
     def report(self, load: EngineLoad, now: float) -> None:
         """A load report; the time since the last one counts if the engine was busy throughout."""
@@ -58,7 +63,8 @@ class EngineSpeed:
         if seconds <= 0 or steps <= 0 or prefilled < 0:
             return  # the clock or the engine was restarted, or it does not count
         used = (load.kv_used + before.kv_used) / 2
-        row = PRIOR_RATIOS * (steps, steps * used, prefilled) / seconds
+        decoded = load.decoded - before.decoded
+        row = PRIOR_RATIOS * (steps, decoded, steps * used, prefilled) / seconds
         self._moments = FADE * self._moments + np.outer(row, row)
         self._sums = FADE * self._sums + row
         self._solve()
@@ -67,20 +73,24 @@ class EngineSpeed:
         """Least squares, drawn a little towards the prior's ratios at the measured speed."""
         moments, sums = self._moments, self._sums
         prior = float(sums.sum() / moments.sum())  # every coefficient, in units of PRIOR_RATIOS
-        ridge = RIDGE * moments.diagonal() + 1e-6 * moments.max()
-        solution = np.linalg.solve(moments + np.diag(ridge), sums + ridge * prior)
-        coefficients = np.maximum(solution, prior / 5) * PRIOR_RATIOS
-        self.step_s, self.token_s, self.prefill_s = coefficients.tolist()
+        ridge = np.diag(RIDGE * moments.diagonal() + 1e-6 * moments.max())
+        # minimise the quadratic form over coefficients of at least LEAST x prior
+        root = np.linalg.cholesky(moments + ridge)
+        right = sums + ridge.sum(axis=0) * prior - (moments + ridge).sum(axis=0) * LEAST * prior
+        above, _ = nnls(root.T, np.linalg.solve(root, right))
+        self._set((above + LEAST * prior) * PRIOR_RATIOS)
         self.learnt = True
+
+    def _set(self, coefficients: np.ndarray) -> None:
+        self.step_s, self.sequence_s, self.token_s, self.prefill_s = coefficients.tolist()
 
     def assume(self, other: EngineSpeed) -> None:
         """Take over the coefficients of another engine, until this one is measured."""
-        self.step_s, self.token_s, self.prefill_s = other.step_s, other.token_s, other.prefill_s
+        self._set(np.array([other.step_s, other.sequence_s, other.token_s, other.prefill_s]))
 
-    def seconds(self, tokens: float) -> float:
-        """Seconds of a step with this many tokens of KV in use."""
-        return self.step_s + self.token_s * tokens
-
+    def seconds(self, sequences: float, tokens: float) -> float:
+        """Seconds of a step of so many sequences, with this many tokens of KV in use."""
+        return self.step_s + self.sequence_s * sequences + self.token_s * tokens
 
 class ToolWaits:
     """How long tools take: observed waits, in buckets of a quarter of a doubling."""
