@@ -226,7 +226,7 @@ def test_an_engine_that_joins_late_gets_work_although_nothing_is_known_of_its_sp
     assert sorted(placed(made).values()) == ["e0", "e0", "e1", "e1"]
     made.engine_lost("e1")
     made.join("e1", capacity(4000), 0)
-    assert made.state.speeds["e1"].seconds(100) == made.state.speeds["e0"].seconds(100)
+    assert made.state.speeds["e1"].seconds(4, 100) == made.state.speeds["e0"].seconds(4, 100)
 
 
 def test_short_turns_never_move() -> None:
@@ -235,9 +235,9 @@ def test_short_turns_never_move() -> None:
         ask(made, f"g/{index}")
     made.decide()
     made.state.speeds["e1"].step_s *= 10
-    made.turn_ended("g/1", 30)
-    ask(made, "g/1", prompt=40)
-    assert placed(made) == {"g/1": "e1"}
+    made.turn_ended("g/1", 60)
+    ask(made, "g/1", prompt=80)
+    assert placed(made) == {"g/1": "e1"}, "20 steps are left at most"
 
 
 def test_older_rollout_of_a_lost_engine_is_not_overtaken() -> None:

@@ -54,6 +54,7 @@ def test_a_long_queue_costs_no_more_than_a_short_one() -> None:
     assert placed(made) == {"g/0": "e1"}, "the oldest waiting turn gets the slot"
     assert policy.looked_at == 2
     ask(made, running, prompt=25)
+    placed(made)
     policy.looked_at = 0
     assert placed(made) == {}
     assert policy.looked_at == 2, "one turn for each engine that turns wait for"
@@ -165,21 +166,56 @@ def test_turn_whose_prefix_is_lost_waits_for_room_and_no_new_rollout_overtakes_i
     assert next(iter(placed(made))) == "b/0"
 
 
-def test_room_of_rollouts_whose_tools_run_is_kept_while_new_rollouts_are_left() -> None:
+def three_rollouts_with_tools(*, tool_s: float) -> Scheduler:
+    """Rollouts a, b and c of 120, 120 and 100 tokens on an engine of 400, of which c runs again."""
     made = Scheduler(SchedulerConfig())
     made.join("e0", EngineCapacity(400, 3, 400), 0)
     for name in ("a", "b", "c"):
         made.submit(TurnRequest(name, name, 10, 390))
         made.decide()
         made.turn_ended(name, 100 if name == "c" else 120)
-    engine = made.state.engines["e0"]
-    assert engine.holding_tokens == 120 + 120 + 100
-    made.submit(TurnRequest("c", "c", 100, 300))
+    made.submit(TurnRequest("c", "c", 100, 300), tool_s)
     assert placed(made) == {"c": "e0"}, "alone it always may"
-    made.submit(TurnRequest("d", "d", 10, 390))
+    return made
+
+
+def test_room_is_kept_for_tools_that_take_less_time_than_computing_a_prefix_again() -> None:
+    made = three_rollouts_with_tools(tool_s=0.01)
+    speed = made.state.speeds["e0"]
+    assert 400 * speed.prefill_s > 0.02, "shorter waits count as 0.02 s"
     made.submit(TurnRequest("a", "a", 120, 280))
     assert placed(made) == {}, "100 + 120 tokens, 120 kept for b and 2 x 32 steps exceed 400"
-    made.submit(TurnRequest("b", "b", 120, 280))
-    made.end("d")
-    assert placed(made) == {"a": "e0"}, "no new rollout is left: nothing is kept, a is the oldest"
-    assert engine.holding_tokens == 0
+
+
+def test_no_room_is_kept_for_tools_that_take_longer() -> None:
+    made = three_rollouts_with_tools(tool_s=1.0)
+    made.submit(TurnRequest("a", "a", 120, 280))
+    assert placed(made) == {"a": "e0"}
+    assert made.state.engines["e0"].holding_tokens == 120
+
+
+def test_turn_that_has_just_returned_starts_before_those_that_wait_for_room() -> None:
+    made = three_rollouts_with_tools(tool_s=0.01)
+    made.submit(TurnRequest("a", "a", 120, 280))
+    assert placed(made) == {}
+    made.turn_ended("c", 110)
+    made.end("c")
+    made.submit(TurnRequest("b", "b", 130, 270))
+    assert next(iter(placed(made))) == "b", "the prefix of a may have been evicted meanwhile"
+
+
+def test_new_rollout_that_would_end_last_starts_before_turns_that_were_queued_after_it() -> None:
+    made, policy = scheduler(2)
+    for index in range(4):
+        ask(made, f"g/{index}")
+    assert set(placed(made)) == {"g/0", "g/1"}
+    made.turn_ended("g/0", 20)
+    ask(made, "g/0", prompt=25)
+    policy._new_first = True
+    assert placed(made) == {"g/2": "e0"}
+    ask(made, "g/4")
+    for name in ("g/1", "g/2"):
+        made.turn_ended(name, 90)
+        made.end(name)
+    policy._new_first = True
+    assert placed(made) == {"g/3": "e0", "g/0": "e0"}, "g/4 came after the turn of g/0"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from rstar2.rollout.forecast import KvDemand, KvForecast
 from rstar2.rollout.speed import EngineSpeed
-from rstar2.rollout.state import EngineState, TurnRequest
+from rstar2.rollout.state import EngineState, SchedulerState, TurnRequest
 
 
 @dataclass(slots=True)
@@ -69,3 +69,13 @@ class FleetOutlook:
     """Seconds until the first engine is expected to have room for another rollout."""
     steps: float
     """Steps that nine of ten new rollouts do not exceed."""
+
+
+def shared_prompts(state: SchedulerState, engine: EngineState, used: int) -> float:
+    """The share of their prompts that the running rollouts have in common, from KV use."""
+    running = [state.sessions[name] for name in engine.running]
+    prompts = sum(s.first_prompt for s in running)
+    separate = sum(
+        engine.budget.rounded(s.first_prompt + state.estimated_completion(s)) for s in running
+    )
+    return min(1.0, max(0.0, (separate - used) / prompts))

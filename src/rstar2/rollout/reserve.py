@@ -60,9 +60,8 @@ from rstar2.rollout.forecast import (
     RolloutProgress,
     kv_demands,
 )
-from rstar2.rollout.outlook import EngineOutlook, FleetOutlook
+from rstar2.rollout.outlook import EngineOutlook, FleetOutlook, shared_prompts
 from rstar2.rollout.state import (
-    EngineState,
     Phase,
     Placement,
     SchedulerState,
@@ -89,7 +88,7 @@ SLOW = 1.5
 """An engine is slow if its steps take this many times as long as those of the fastest."""
 UNEVEN = 1.15
 """A turn moves only to an engine that is expected to finish it this many times sooner."""
-FEWEST_STEPS_TO_MOVE = 1000
+FEWEST_STEPS_TO_MOVE = 50
 """A turn with fewer expected steps left never moves."""
 KEPT_DEMANDS = 256
 """Demands of new rollouts that are kept: the rollouts of a group have the same."""
@@ -108,6 +107,8 @@ class ReservePolicy:
         self._turns = 1.0
         """Turns per rollout, a moving average."""
         self._turns_of: dict[str, int] = {}
+        self._new_first = False
+        """New rollouts start before turns of begun ones that were queued after them."""
         self._new_demands: dict[tuple[int, int, int, RolloutProgress], KvDemand] = {}
         self._idle: deque[tuple[float, str]] = deque()
         """Sessions in the order in which their tools started, outdated entries included."""
@@ -138,20 +139,13 @@ class ReservePolicy:
         excess = load.kv_used - float(outlook.forecast.mean[0]) if load.running else 0.0
         outlook.excess = max(0.0, excess)
         if not load.waiting and len(engine.running) >= SHARING_MIN_RUNNING:
-            sharing = self._sharing(state, engine, load.kv_used)
+            sharing = shared_prompts(state, engine, load.kv_used)
             outlook.sharing += SHARING_SMOOTHING * (sharing - outlook.sharing)
         outlook.refused, outlook.stays = None, ""
         outlook.queued = load.waiting > 0
         engine.preemptions = load.preemptions
-
-    def _sharing(self, state: SchedulerState, engine: EngineState, used: int) -> float:
-        """The share of their prompts that the running rollouts have in common, from KV use."""
-        running = [state.sessions[name] for name in engine.running]
-        prompts = sum(s.first_prompt for s in running)
-        separate = sum(
-            engine.budget.rounded(s.first_prompt + state.estimated_completion(s)) for s in running
-        )
-        return min(1.0, max(0.0, (separate - used) / prompts))
+        if name == next(iter(state.engines)):  # once per round of reports
+            self._new_first = self._comes_first(state)
 
     # ------------------------------------------------------------------ decisions
 
@@ -161,7 +155,13 @@ class ReservePolicy:
             self.lengths.refresh(
                 state.estimated_completion(s) for s in state.sessions.values() if s.begun
             )
-        placements = self._continue_begun(state)
+        if self._new_first:
+            return self._admit_new(state, now) + self._continue_begun(state)
+        return self._continue_begun(state) + self._admit_new(state, now)
+
+    def _admit_new(self, state: SchedulerState, now: float) -> list[Placement]:
+        """Start new rollouts, in their order, until one does not start."""
+        placements: list[Placement] = []
         while (new := state.next_new()) is not None:
             placement = self._admit(state, new)
             if placement is None and self._evict_expired(state, now):
@@ -184,10 +184,15 @@ class ReservePolicy:
         while queues:
             _, home = heappop(queues)
             head = state.next_begun(home)
-            placement = self._continue(state, head[1]) if head is not None else None
-            if placement is None:
+            if head is None:
                 continue
-            placements.append(placement)
+            placement = self._continue(state, head[1])
+            if placement is not None:
+                placements.append(placement)
+            elif state.sessions[head[1]].returned:
+                state.waits_for_room(head[1])
+            else:
+                continue
             if (head := state.next_begun(home)) is not None:
                 heappush(queues, (head[0], home))
         return placements
@@ -229,7 +234,8 @@ class ReservePolicy:
     ) -> bool:
         """Whether the turn and all that run there can make HEADROOM_STEPS; alone it always may.
 
-        While new rollouts are left, the room of those whose tools run is not free.
+        The room of those whose tools run is free only if computing them again takes less time than
+        their tools.
         """
         engine = outlook.engine
         running = len(engine.running)
@@ -237,7 +243,8 @@ class ReservePolicy:
             return engine.has_slot
         shared = SHARING_TRUST * outlook.sharing * session.first_prompt * running
         growth = HEADROOM_STEPS * (running + 1)
-        kept = engine.holding_tokens if state.new else 0
+        holds = state.waits.mean <= outlook.speed.prefill_s * outlook.total
+        kept = engine.holding_tokens if holds else 0
         return engine.running_tokens + kept + session.tokens - shared + growth <= outlook.total
 
     def _admit(self, state: SchedulerState, name: str) -> Placement | None:
@@ -253,26 +260,57 @@ class ReservePolicy:
             for place, outlook in enumerate(outlooks)
             if outlook.engine.has_slot and request.limit <= outlook.total
             if outlook.refused is None or outlook.refused != request
-            if not outlook.demands
-            or not (
-                outlook.queued
-                or longest <= outlook.total
-                or state.next_begun(outlook.name) is not None
-            )
+            if not outlook.demands or self._takes_new(state, session, outlook, longest)
         ]
         demand, fleet = None, None
         for _, _, place in sorted(candidates):
             outlook = outlooks[place]
             if demand is None or fleet is None:
-                demand = self._demand(session, outlook)
-                self._size = demand.mean_sum / max(1e-9, demand.alive_sum)
+                demand = self._new_demand(session, outlook)
                 fleet = self._fleet(state, outlooks, demand)
-            if self._pays(state, outlook, demand, fleet) and not self._too_late(
-                state, outlook, fleet
-            ):
+            pays = self._new_first or self._pays(state, outlook, demand, fleet)
+            if pays and not self._too_late(state, outlook, fleet):
                 return self._start(state, name, outlook, demand)
             outlook.refused = request
         return None
+
+    def _takes_new(
+        self, state: SchedulerState, session: SessionState, outlook: EngineOutlook, longest: float
+    ) -> bool:
+        """Whether no begun rollout waits for room there, or new ones come first and it has room."""
+        head = state.next_begun(outlook.name)
+        if self._new_first:
+            first = head is None or session.queued_as < state.sessions[head[1]].queued_as
+            return first and self._has_room(state, session, outlook)
+        return not (outlook.queued or longest <= outlook.total or head is not None)
+
+    def _comes_first(self, state: SchedulerState) -> bool:
+        """Whether the next new rollout would end last if it waited for room.
+
+        The others would end later than without it: their prefixes no longer fit the cache together,
+        so a share of them is computed again for every turn.
+        """
+        new = state.next_new()
+        if new is None or not state.serving:
+            return False
+        session = state.sessions[new]
+        self._extend_to(session.request.limit)
+        outlooks = [self._outlook(state, engine) for engine in state.serving]
+        first = outlooks[0]
+        demand = self._new_demand(session, first)
+        fleet = self._fleet(state, outlooks, demand)
+        step_s = self._usual_step_s(state, first)
+        turn_s = demand.alive_sum * self._width / self._turns * step_s / self._batch(state, first)
+        cached = sum(o.total for o in outlooks) / max(1.0, len(state.sessions) * self._size)
+        again_s = max(0.0, 1.0 - cached) * self._size * first.speed.prefill_s
+        return self._ends_last(state, step_s, fleet, fleet.done_s * (1.0 + again_s / turn_s))
+
+    def _ends_last(
+        self, state: SchedulerState, step_s: float, fleet: FleetOutlook, done_s: float
+    ) -> bool:
+        """Whether a new rollout that waits for room would end after the others are done."""
+        tools_s = state.waits.mean * (self._turns - 1)
+        return fleet.wait_s + fleet.steps * step_s + tools_s > done_s
 
     def _open(self, state: SchedulerState, engine_name: str, session: SessionState) -> bool:
         """Whether the engine has a sequence slot and could hold the rollout alone."""
@@ -288,9 +326,8 @@ class ReservePolicy:
         steps, lost = outlook.forecast.if_added(demand, outlook.room, CHURN * self._turns)
         speed = outlook.speed
         usual_s = self._usual_step_s(state, outlook)
-        tools_s = state.waits.mean * (self._turns - 1)
         saved_s = steps * speed.step_s / self._batch(state, outlook)
-        if fleet.wait_s + fleet.steps * usual_s + tools_s > fleet.done_s:  # later it would end last
+        if self._ends_last(state, usual_s, fleet, fleet.done_s):
             saved_s += min(fleet.wait_s, steps * usual_s)
         return saved_s > lost * speed.prefill_s
 
@@ -376,7 +413,7 @@ class ReservePolicy:
         budget = outlook.engine.budget
         part = max(1, min(ceil(demand.mean[outlook.forecast.fullest]), budget.total // 2))
         if part > budget.free:
-            _shrink(outlook.engine, budget.total - part)
+            budget.shrink(budget.total - part)
         placement = state.start(name, outlook.name, min(part, budget.free))
         outlook.demands[name] = demand
         return placement
@@ -387,6 +424,12 @@ class ReservePolicy:
         """Extend forecasts to the longest limit seen."""
         if limit > self._width * POINTS:
             self._width = -(-limit // POINTS)
+
+    def _new_demand(self, session: SessionState, outlook: EngineOutlook) -> KvDemand:
+        """The demand of a new rollout, whose size is kept as the usual one."""
+        demand = self._demand(session, outlook)
+        self._size = demand.mean_sum / max(1e-9, demand.alive_sum)
+        return demand
 
     def _demand(self, session: SessionState, outlook: EngineOutlook) -> KvDemand:
         progress = _progress(session, session.completion, outlook)
@@ -479,10 +522,3 @@ class ReservePolicy:
 def _progress(session: SessionState, completion: int, outlook: EngineOutlook) -> RolloutProgress:
     shared = int(SHARING_TRUST * outlook.sharing * session.first_prompt)
     return RolloutProgress(session.first_prompt, completion, session.request.limit, shared)
-
-
-def _shrink(engine: EngineState, most: int) -> None:
-    """Reduce all reservations of an engine in proportion to at most this many tokens."""
-    budget = engine.budget
-    factor = max(0.0, (most - len(budget.sessions)) / max(1, budget.reserved))
-    budget.revise({s: max(1, int(factor * budget.held(s))) for s in budget.sessions})

@@ -92,6 +92,7 @@ class EngineSpeed:
         """Seconds of a step of so many sequences, with this many tokens of KV in use."""
         return self.step_s + self.sequence_s * sequences + self.token_s * tokens
 
+
 class ToolWaits:
     """How long tools take: observed waits, in buckets of a quarter of a doubling."""
 

@@ -23,8 +23,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from heapq import heappop, heappush
-from itertools import islice
+from heapq import heappop, heappush, heapreplace
+from itertools import count, islice
 
 from rstar2.errors import InvariantError
 from rstar2.rollout.speed import EngineSpeed, ToolWaits
@@ -88,6 +88,10 @@ class SessionState:
     begun: bool = False
     tokens: int = 0
     """Tokens after the last turn, or in its next prompt."""
+    queued_as: int = 0
+    """The number of its waiting turn, in the order in which turns are queued."""
+    returned: bool = False
+    """Its tools have just returned: its prefix is cached, as far as its room was kept."""
     truncated: bool = False
     intact: bool = True
     """False after a turn without a result: its length is not added to the length model."""
@@ -158,6 +162,11 @@ class KvBudget:
             raise InvariantError(f"revised reservations add up to {total} of {self.total} tokens")
         self._held.update(tokens)
         self.reserved = total
+
+    def shrink(self, most: int) -> None:
+        """Reduce all reservations in proportion to at most this many tokens."""
+        factor = max(0.0, (most - len(self._held)) / max(1, self.reserved))
+        self.revise({s: max(1, int(factor * held)) for s, held in self._held.items()})
 
     def release(self, session: str) -> int:
         """End the session's reservation; returns its size."""
@@ -265,10 +274,12 @@ class SchedulerState:
         self._begun: dict[str | None, list[tuple[int, Rank, str]]] = {}
         """Waiting turns of begun rollouts, a heap for every engine that has their prefix.
 
-        Those that came while new rollouts were left are in the order of their age, as are those
-        without an engine; after them come those with the fewest tokens.
+        First those whose tools have just returned. Of the others, those that came while new
+        rollouts were left are in the order of their age, as are those without an engine; after them
+        come those with the fewest tokens.
         """
         self._new: list[tuple[Rank, str]] = []
+        self._turns = count()
 
     # ------------------------------------------------------------------ queries
 
@@ -309,15 +320,30 @@ class SchedulerState:
     def enqueue(self, name: str) -> None:
         """Queue the session's turn."""
         session = self.sessions[name]
-        session.phase = Phase.WAITING
+        session.returned = session.phase is Phase.HOLDING and session.engine is not None
+        session.phase, session.queued_as = Phase.WAITING, next(self._turns)
         if session.engine is not None:
             self.engines[session.engine].end_hold(name)
         if session.begun:
-            oldest_first = session.engine is None or len(self._new) > 0
             queue = self._begun.setdefault(session.engine, [])
-            heappush(queue, (0 if oldest_first else session.tokens, session.rank, name))
+            heappush(queue, self._entry(session, name))
         else:
             heappush(self._new, (session.rank, name))
+
+    def waits_for_room(self, name: str) -> None:
+        """The first waiting turn of its engine, which has just returned, found no room there.
+
+        It waits with the others.
+        """
+        session = self.sessions[name]
+        session.returned = False
+        heapreplace(self._begun[session.engine], self._entry(session, name))
+
+    def _entry(self, session: SessionState, name: str) -> tuple[int, Rank, str]:
+        if session.returned:
+            return -1, session.rank, name
+        oldest_first = session.engine is None or len(self._new) > 0
+        return 0 if oldest_first else session.tokens, session.rank, name
 
     def pop_begun(self) -> list[str]:
         """Remove and return the turns of begun rollouts, oldest first.
