@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from rstar2.config import Recipe
 from rstar2.errors import UserError
 from rstar2.evidence.claim import (
     Cell,
@@ -23,6 +26,7 @@ from rstar2.evidence.claim import (
 from rstar2.evidence.results import difference, read_result, result_path, write_result
 from rstar2.evidence.run import (
     Places,
+    log_of,
     missing_cells,
     parse_cell,
     recorded,
@@ -48,6 +52,38 @@ async def test_all_cells_of_a_seed_share_one_sft_run(places: Places) -> None:
     assert result.numbers.columns["reward"] == [0.6, 0.7]
     assert result.made["core_seconds"] == 12.5
     assert result.made["arithmetic"]["ATEN_CPU_CAPABILITY"] == "avx2"
+
+
+class TrainerWithLog(Trainer):
+    """Writes to its log, and ends once the last whole line of it was shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown = asyncio.Event()
+
+    async def __call__(self, recipe: Recipe, path: Path, environment: Mapping[str, str]) -> float:
+        self.shown.clear()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log_of(path).write_text("step 1\nstep 2\nste")
+        await asyncio.wait_for(self.shown.wait(), 60)
+        return await super().__call__(recipe, path, environment)
+
+
+async def test_the_last_line_of_a_running_cells_log_is_shown_once(places: Places) -> None:
+    trainer, said = TrainerWithLog(), list[str]()
+
+    def say(text: str) -> None:
+        said.append(text)
+        if "step" in text:
+            trainer.shown.set()
+
+    cells = runner(places, trainer, say)
+    cells.progress_s = 0.01
+    cell = Cell("one", "roc", 0)
+    await cells.complete(read_claim(places.claims, "one"), cell)
+    shown = [text for text in said if "step" in text]
+    assert [text.partition(": ")[2] for text in shown] == ["step 2", "step 2"], "SFT, then the cell"
+    assert shown[1] == f"{cell}: step 2"
 
 
 async def test_a_replication_has_seeds_of_its_own(places: Places) -> None:

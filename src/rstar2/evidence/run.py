@@ -45,7 +45,7 @@ from rstar2.evidence.results import (
     write_result,
 )
 from rstar2.record import dump_recipe, is_finished
-from rstar2.tasks import together
+from rstar2.tasks import cancel_all, together
 
 ARITHMETIC: dict[str, dict[str, str]] = {
     "avx2": {
@@ -59,6 +59,9 @@ ARITHMETIC: dict[str, dict[str, str]] = {
 """Environment of every process of a claim: numbers depend on kernels and number of threads."""
 
 STOP_DEADLINE_S = 60.0
+PROGRESS_S = 30.0
+"""Time between two looks at the log of a running cell."""
+LOG_TAIL = 4096
 
 Say = Callable[[str], None]
 Environment = Mapping[str, str]
@@ -128,6 +131,7 @@ class CellRunner:
     jobs: int = 1
     only: Sequence[str] = ()
     """The evaluations to make; empty means all."""
+    progress_s: float = PROGRESS_S
     _sft: dict[str, asyncio.Lock] = field(default_factory=dict)
 
     async def run_all(self, claim: Claim) -> None:
@@ -187,7 +191,8 @@ class CellRunner:
         elif is_finished(path):
             numbers, spent = read_numbers(path), _cost(path)
         else:
-            spent = await self.execute(runnable, path, ARITHMETIC[claim.arithmetic])
+            training = self.execute(runnable, path, ARITHMETIC[claim.arithmetic])
+            spent = await self._with_progress(f"{cell}", path, training)
             numbers = read_numbers(path)
         return CellResult(
             claim=claim.name,
@@ -206,7 +211,8 @@ class CellRunner:
         async with self._sft.setdefault(name, asyncio.Lock()):
             if not is_finished(path):
                 self.say(f"SFT weights {name} (seed {recipe.seed}): training")
-                spent = await self.execute(recipe, path, ARITHMETIC[claim.arithmetic])
+                training = self.execute(recipe, path, ARITHMETIC[claim.arithmetic])
+                spent = await self._with_progress(f"SFT {name}", path, training)
                 self.say(f"SFT weights {name} done in {spent:.0f} core-seconds")
         return path / "exports" / "sft"
 
@@ -220,9 +226,25 @@ class CellRunner:
         out = self.places.runs / "evaluations" / cell.claim / f"{cell.name}.{name}"
         words = eval_command(claim.evaluations[name], recipe.evaluation, settings, model, out)
         self.say(f"{cell}: {name}")
-        spent = await self.evaluate(words, out, ARITHMETIC[claim.arithmetic])
+        evaluating = self.evaluate(words, out, ARITHMETIC[claim.arithmetic])
+        spent = await self._with_progress(f"{cell}, {name}", out, evaluating)
         evaluated = read_evaluated(out, cell, name, fingerprint(recipe), _made(claim, spent))
         self.say(f"wrote {write_evaluation(self.places.results, evaluated)}")
+
+    async def _with_progress(self, what: str, path: Path, work: Awaitable[float]) -> float:
+        """Await a process that writes `path`, and repeat the last line of its log when it changes."""
+        log, shown = log_of(path), ""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=self.progress_s)
+                if (line := _last_line(log)) not in ("", shown) and not task.done():
+                    self.say(f"{what}: {line}")
+                    shown = line
+        finally:
+            if not task.done():
+                await cancel_all([task])
+        return task.result()
 
     async def _model(self, claim: Claim, cell: Cell, path: Path) -> Path:
         """The model that a cell ends with."""
@@ -264,6 +286,21 @@ def _cost(path: Path) -> float:
     return float(path.with_name(path.name + ".cost").read_text())
 
 
+def log_of(path: Path) -> Path:
+    """The log of the process that writes a directory."""
+    return path.with_name(path.name + ".log")
+
+
+def _last_line(log: Path) -> str:
+    """The last whole line of a log; "" if there is none."""
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - LOG_TAIL))
+        whole, _, _ = file.read().decode(errors="replace").rpartition("\n")
+    return whole.rpartition("\n")[2].strip()
+
+
 async def execute(recipe: Recipe, path: Path, environment: Environment) -> float:
     """Run a recipe as a process of its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -288,7 +325,7 @@ async def run_rstar2(words: Sequence[str], path: Path, environment: Environment)
 def _child(words: Sequence[str], path: Path, environment: Environment) -> tuple[Child, Path]:
     """The process of a command, and the file that its core-seconds are added to."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    log, cost = (path.with_name(path.name + end) for end in (".log", ".cost"))
+    log, cost = log_of(path), path.with_name(path.name + ".cost")
     if not path.exists():
         cost.unlink(missing_ok=True)
     timed = [sys.executable, "-m", "rstar2.evidence.timed", str(cost)]

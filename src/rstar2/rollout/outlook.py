@@ -1,12 +1,20 @@
-"""What `reserve.py` expects of one engine and of all engines together."""
+"""What `reserve.py` expects of one engine, of all engines together and of a usual rollout."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
+
+import numpy as np
 
 from rstar2.rollout.forecast import KvDemand, KvForecast
 from rstar2.rollout.speed import EngineSpeed
 from rstar2.rollout.state import EngineState, SchedulerState, TurnRequest
+
+TURN_SMOOTHING = 0.02
+LATE = 0.1
+"""A rollout counts as ended when it is expected to run with at most this probability."""
 
 
 @dataclass(slots=True)
@@ -69,6 +77,59 @@ class FleetOutlook:
     """Seconds until the first engine is expected to have room for another rollout."""
     steps: float
     """Steps that nine of ten new rollouts do not exceed."""
+
+
+@dataclass(slots=True)
+class UsualRollout:
+    """The usual size and number of turns of a rollout, and what follows for engines."""
+
+    size: float = 1.0
+    """Tokens that the last new rollout was expected to hold in a step, on average."""
+    turns: float = 1.0
+    """Turns per rollout, a moving average."""
+    _turns_of: dict[str, int] = field(default_factory=dict)
+
+    def turn_ended(self, name: str) -> None:
+        self._turns_of[name] = self._turns_of.get(name, 0) + 1
+
+    def ended(self, name: str) -> None:
+        """The rollout has ended: its turns are known."""
+        self.turns += TURN_SMOOTHING * (self._turns_of.pop(name, 1) - self.turns)
+
+    def tools_s(self, state: SchedulerState) -> float:
+        """Seconds that its tools take."""
+        return state.waits.mean * (self.turns - 1)
+
+    def batch(self, state: SchedulerState, outlook: EngineOutlook) -> float:
+        """Rollouts that the engine usually runs: those whose mean size fills its cache."""
+        capacity = outlook.engine.budget.capacity
+        most = min(capacity.max_sequences, len(state.sessions) / len(state.engines))
+        return max(1.0, min(most, outlook.total / self.size))
+
+    def step_s(self, state: SchedulerState, outlook: EngineOutlook) -> float:
+        """Seconds of a step with as many rollouts as the engine usually runs."""
+        batch = self.batch(state, outlook)
+        return outlook.speed.seconds(batch, batch * self.size)
+
+    def fleet(
+        self, state: SchedulerState, outlooks: Sequence[EngineOutlook], demand: KvDemand
+    ) -> FleetOutlook:
+        """When all engines could be done with all rollouts, if these were divided evenly.
+
+        New rollouts have this demand.
+        """
+        width = outlooks[0].forecast.width
+        work = demand.mean_sum * width * max(1, state.new)
+        rate, least, wait = 0.0, inf, inf
+        for outlook in outlooks:
+            step_s = self.step_s(state, outlook)
+            work += outlook.forecast.work
+            rate += outlook.total / step_s
+            least = min(least, outlook.forecast.work / outlook.total * step_s)
+            room_in = outlook.forecast.steps_until_room(demand, outlook.room)
+            wait = min(wait, room_in * step_s)
+        steps = width * float(np.count_nonzero(demand.alive > LATE))
+        return FleetOutlook(work / rate, least, wait, steps)
 
 
 def shared_prompts(state: SchedulerState, engine: EngineState, used: int) -> float:

@@ -4,11 +4,12 @@ Rules, in the order in which they are applied:
 
 1. **Order.** Turns of begun rollouts come before new rollouts. They start on the engine with their
    prefix as soon as it has a sequence slot and room: a turn that starts in a full cache is the next
-   one that the engine preempts. While new rollouts are left, those whose tools run keep their room,
-   and the oldest rollouts start first: otherwise each prefix would be evicted before its next turn.
-   Afterwards those with the fewest tokens start first: they have the most steps left, so they would
-   end last. Those whose prefix is on no engine (it died, or evicted them) wait for the first one
-   with room. New rollouts are admitted in the order of their groups.
+   one that the engine preempts. Those whose tools have just returned start first, because their
+   prefix is still cached; then, while new rollouts are left, the oldest, and afterwards those with
+   the fewest tokens: they have the most steps left, so they would end last. Those whose prefix is
+   on no engine (it died, or evicted them) wait for the first one with room. New rollouts are
+   admitted in the order of their groups. If a new rollout would end last if it waited for room,
+   new ones come first: they start wherever they have room, before turns that were queued later.
 2. **Admission.** A new rollout is admitted to an engine if it saves more time there than it is
    expected to cost. It is the last to arrive, so it is the first that the engine preempts when the
    cache overflows. Until then it runs for some steps, and each of them saves its share of a step's
@@ -24,10 +25,12 @@ Rules, in the order in which they are applied:
    engine takes no rollout that it would finish after all others could be done: a slow engine near
    the end, or one that already has more than its share of the work.
 4. **Moves.** Once no new rollout is left to balance the load, a turn moves to an engine that
-   finishes it sooner, if it has many steps left.
+   finishes it sooner, the time to compute its prefix there included.
 5. **Tool calls.** While its tools run a rollout keeps its place, so that the next turn reuses its
-   prefix. As soon as a new rollout lacks the room, those whose tools run longer than pays
-   (`ToolWaits`) lose their place, the longest wait first.
+   prefix, and its room, if the mean tool call takes less time than computing a whole cache: per
+   token, holding costs the wait / KV and dropping costs prefill_s. As soon as a new rollout lacks
+   the room, those whose tools run longer than pays (`ToolWaits`) lose their place, the longest wait
+   first.
 6. **Feedback.** Turns in an engine's own queue, the last ones that started there, do not advance
    with its steps. KV use that an engine reports above its forecast is subtracted from its capacity.
    KV use below the sum of its running rollouts shows how much of their prompts they share; half of
@@ -37,17 +40,17 @@ Rules, in the order in which they are applied:
 A rollout reserves its part of the expected peak. Reservations never exceed the cache: where the
 expected peak does, all are reduced in proportion.
 
-No starvation: while a begun rollout waits for room on an engine no new one starts there, so those
-before it are finite; new rollouts are never overtaken by younger ones. An engine on which nothing
-runs takes any rollout that it could hold alone.
+No starvation: no new rollout starts before a begun one that waits for room on the same engine,
+unless it was queued before that turn; so those before it are finite. New rollouts are never
+overtaken by younger ones. An engine on which nothing runs takes any rollout that it could hold
+alone.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
-from math import ceil, inf
+from math import ceil
 
 import numpy as np
 
@@ -60,10 +63,11 @@ from rstar2.rollout.forecast import (
     RolloutProgress,
     kv_demands,
 )
-from rstar2.rollout.outlook import EngineOutlook, FleetOutlook, shared_prompts
+from rstar2.rollout.outlook import EngineOutlook, FleetOutlook, UsualRollout, shared_prompts
 from rstar2.rollout.state import (
     Phase,
     Placement,
+    Rank,
     SchedulerState,
     SessionState,
 )
@@ -81,9 +85,6 @@ CHURN = 0.25
 """The part of a preempted rollout's tokens that is no longer cached when it resumes."""
 SHORT = 0.8
 """Above this share of the cache at the expected peak, prefixes of waiting rollouts are evicted."""
-TURN_SMOOTHING = 0.02
-LATE = 0.1
-"""A rollout counts as ended when it is expected to run with at most this probability."""
 SLOW = 1.5
 """An engine is slow if its steps take this many times as long as those of the fastest."""
 UNEVEN = 1.15
@@ -102,11 +103,7 @@ class ReservePolicy:
         self.hold_s = config.hold_s
         self._width = 1
         self._outlooks: dict[str, EngineOutlook] = {}
-        self._size = 1.0
-        """Tokens that the last new rollout was expected to hold in a step, on average."""
-        self._turns = 1.0
-        """Turns per rollout, a moving average."""
-        self._turns_of: dict[str, int] = {}
+        self._usual = UsualRollout()
         self._new_first = False
         """New rollouts start before turns of begun ones that were queued after them."""
         self._new_demands: dict[tuple[int, int, int, RolloutProgress], KvDemand] = {}
@@ -117,13 +114,13 @@ class ReservePolicy:
 
     def turn_ended(self, state: SchedulerState, name: str) -> None:
         """The session's tools run, or it is about to end."""
-        self._turns_of[name] = self._turns_of.get(name, 0) + 1
+        self._usual.turn_ended(name)
         self._idle.append((state.sessions[name].holding_since, name))
 
     def session_left(self, state: SchedulerState, name: str, engine: str) -> None:
         """The session is no longer on the engine."""
         if name not in state.sessions:
-            self._turns += TURN_SMOOTHING * (self._turns_of.pop(name, 1) - self._turns)
+            self._usual.ended(name)
         outlook = self._outlooks.get(engine)
         if outlook is not None and (demand := outlook.demands.pop(name, None)) is not None:
             outlook.forecast.remove(demand)
@@ -254,20 +251,19 @@ class ReservePolicy:
         self._extend_to(request.limit)
         outlooks = [self._outlook(state, engine) for engine in state.serving]
         homeless = state.next_begun(None)
-        longest = inf if homeless is None else state.sessions[homeless[1]].request.limit
         candidates = [
             (outlook.drain_s, len(outlook.demands), place)
             for place, outlook in enumerate(outlooks)
             if outlook.engine.has_slot and request.limit <= outlook.total
             if outlook.refused is None or outlook.refused != request
-            if not outlook.demands or self._takes_new(state, session, outlook, longest)
+            if not outlook.demands or self._takes_new(state, session, outlook, homeless)
         ]
         demand, fleet = None, None
         for _, _, place in sorted(candidates):
             outlook = outlooks[place]
             if demand is None or fleet is None:
                 demand = self._new_demand(session, outlook)
-                fleet = self._fleet(state, outlooks, demand)
+                fleet = self._usual.fleet(state, outlooks, demand)
             pays = self._new_first or self._pays(state, outlook, demand, fleet)
             if pays and not self._too_late(state, outlook, fleet):
                 return self._start(state, name, outlook, demand)
@@ -275,14 +271,19 @@ class ReservePolicy:
         return None
 
     def _takes_new(
-        self, state: SchedulerState, session: SessionState, outlook: EngineOutlook, longest: float
+        self,
+        state: SchedulerState,
+        session: SessionState,
+        outlook: EngineOutlook,
+        homeless: tuple[Rank, str] | None,
     ) -> bool:
         """Whether no begun rollout waits for room there, or new ones come first and it has room."""
-        head = state.next_begun(outlook.name)
+        heads = (homeless, state.next_begun(outlook.name))
+        waiting = [state.sessions[head[1]] for head in heads if head is not None]
         if self._new_first:
-            first = head is None or session.queued_as < state.sessions[head[1]].queued_as
-            return first and self._has_room(state, session, outlook)
-        return not (outlook.queued or longest <= outlook.total or head is not None)
+            overtakes = all(session.queued_as < other.queued_as for other in waiting)
+            return overtakes and self._has_room(state, session, outlook)
+        return not outlook.queued and all(s.request.limit > outlook.total for s in waiting)
 
     def _comes_first(self, state: SchedulerState) -> bool:
         """Whether the next new rollout would end last if it waited for room.
@@ -298,19 +299,24 @@ class ReservePolicy:
         outlooks = [self._outlook(state, engine) for engine in state.serving]
         first = outlooks[0]
         demand = self._new_demand(session, first)
-        fleet = self._fleet(state, outlooks, demand)
-        step_s = self._usual_step_s(state, first)
-        turn_s = demand.alive_sum * self._width / self._turns * step_s / self._batch(state, first)
-        cached = sum(o.total for o in outlooks) / max(1.0, len(state.sessions) * self._size)
-        again_s = max(0.0, 1.0 - cached) * self._size * first.speed.prefill_s
+        fleet = self._usual.fleet(state, outlooks, demand)
+        step_s = self._usual.step_s(state, first)
+        turn_s = (
+            demand.alive_sum
+            * self._width
+            / self._usual.turns
+            * step_s
+            / self._usual.batch(state, first)
+        )
+        cached = sum(o.total for o in outlooks) / max(1.0, len(state.sessions) * self._usual.size)
+        again_s = max(0.0, 1.0 - cached) * self._usual.size * first.speed.prefill_s
         return self._ends_last(state, step_s, fleet, fleet.done_s * (1.0 + again_s / turn_s))
 
     def _ends_last(
         self, state: SchedulerState, step_s: float, fleet: FleetOutlook, done_s: float
     ) -> bool:
         """Whether a new rollout that waits for room would end after the others are done."""
-        tools_s = state.waits.mean * (self._turns - 1)
-        return fleet.wait_s + fleet.steps * step_s + tools_s > done_s
+        return fleet.wait_s + fleet.steps * step_s + self._usual.tools_s(state) > done_s
 
     def _open(self, state: SchedulerState, engine_name: str, session: SessionState) -> bool:
         """Whether the engine has a sequence slot and could hold the rollout alone."""
@@ -323,54 +329,27 @@ class ReservePolicy:
         """Whether the rollout saves more time than it costs; an empty engine takes any."""
         if not outlook.demands:
             return True
-        steps, lost = outlook.forecast.if_added(demand, outlook.room, CHURN * self._turns)
+        steps, lost = outlook.forecast.if_added(demand, outlook.room, CHURN * self._usual.turns)
         speed = outlook.speed
-        usual_s = self._usual_step_s(state, outlook)
-        saved_s = steps * speed.step_s / self._batch(state, outlook)
+        usual_s = self._usual.step_s(state, outlook)
+        saved_s = steps * speed.step_s / self._usual.batch(state, outlook)
         if self._ends_last(state, usual_s, fleet, fleet.done_s):
             saved_s += min(fleet.wait_s, steps * usual_s)
         return saved_s > lost * speed.prefill_s
-
-    def _batch(self, state: SchedulerState, outlook: EngineOutlook) -> float:
-        """Rollouts that the engine usually runs: those whose mean size fills its cache."""
-        capacity = outlook.engine.budget.capacity
-        most = min(capacity.max_sequences, len(state.sessions) / len(state.engines))
-        return max(1.0, min(most, outlook.total / self._size))
-
-    def _usual_step_s(self, state: SchedulerState, outlook: EngineOutlook) -> float:
-        """Seconds of a step with as many rollouts as the engine usually runs."""
-        batch = self._batch(state, outlook)
-        return outlook.speed.seconds(batch, batch * self._size)
-
-    def _fleet(
-        self, state: SchedulerState, outlooks: Sequence[EngineOutlook], demand: KvDemand
-    ) -> FleetOutlook:
-        """When all engines could be done with all rollouts, if these were divided evenly."""
-        work = demand.mean_sum * self._width * max(1, state.new)
-        rate, least, wait = 0.0, inf, inf
-        for outlook in outlooks:
-            step_s = self._usual_step_s(state, outlook)
-            work += outlook.forecast.work
-            rate += outlook.total / step_s
-            least = min(least, outlook.forecast.work / outlook.total * step_s)
-            room_in = outlook.forecast.steps_until_room(demand, outlook.room)
-            wait = min(wait, room_in * step_s)
-        steps = self._width * float(np.count_nonzero(demand.alive > LATE))
-        return FleetOutlook(work / rate, least, wait, steps)
 
     def _too_late(self, state: SchedulerState, outlook: EngineOutlook, fleet: FleetOutlook) -> bool:
         """Whether this engine would finish the rollout after the others could be done."""
         if len(state.engines) < 2:
             return False
-        step_s = self._usual_step_s(state, outlook)
+        step_s = self._usual.step_s(state, outlook)
         drain_s = outlook.forecast.work / outlook.total * step_s
         if drain_s > fleet.least_s and drain_s > fleet.done_s:
             return True
         if fleet.steps * step_s <= fleet.done_s:
             return False
-        batch = self._batch(state, outlook)
+        batch = self._usual.batch(state, outlook)
         speeds = (state.speeds[name] for name in state.serving)
-        fastest = min(speed.seconds(batch, batch * self._size) for speed in speeds)
+        fastest = min(speed.seconds(batch, batch * self._usual.size) for speed in speeds)
         return fleet.steps * step_s > SLOW * fleet.steps * fastest
 
     def _move(self, state: SchedulerState, name: str, home: str) -> Placement | None:
@@ -428,7 +407,7 @@ class ReservePolicy:
     def _new_demand(self, session: SessionState, outlook: EngineOutlook) -> KvDemand:
         """The demand of a new rollout, whose size is kept as the usual one."""
         demand = self._demand(session, outlook)
-        self._size = demand.mean_sum / max(1e-9, demand.alive_sum)
+        self._usual.size = demand.mean_sum / max(1e-9, demand.alive_sum)
         return demand
 
     def _demand(self, session: SessionState, outlook: EngineOutlook) -> KvDemand:
