@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -115,13 +116,13 @@ class StoppedEvaluator(Evaluator):
         self, words: Sequence[str], path: Path, environment: Mapping[str, str]
     ) -> float:
         if self.done:
-            raise KeyboardInterrupt
+            raise asyncio.CancelledError  # what Ctrl-C becomes in a task
         return await super().__call__(words, path, environment)
 
 
 async def test_evaluations_of_a_stopped_cell_are_kept(places: Places, claim: Claim) -> None:
     cell = Cell("two", "roc", 0)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(asyncio.CancelledError):
         await CellRunner(places, Trainer(), StoppedEvaluator(), print).complete(claim, cell)
     result = recorded(places, claim, cell)
     assert result is not None

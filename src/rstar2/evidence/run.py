@@ -232,7 +232,7 @@ class CellRunner:
         self.say(f"wrote {write_evaluation(self.places.results, evaluated)}")
 
     async def _with_progress(self, what: str, path: Path, work: Awaitable[float]) -> float:
-        """Await a process that writes `path`, and repeat the last line of its log when it changes."""
+        """Await a process that writes `path`; repeat the last line of its log when it changes."""
         log, shown = log_of(path), ""
         task = asyncio.ensure_future(work)
         try:
