@@ -169,6 +169,11 @@ class KvDemand:
     """Probability that the rollout still runs; for several rollouts, their expected number."""
 
     @cached_property
+    def start(self) -> float:
+        """The mean of the first interval."""
+        return float(self.mean[0])
+
+    @cached_property
     def mean_sum(self) -> float:
         """The mean, summed over the intervals."""
         return float(self.mean.sum())
@@ -219,6 +224,8 @@ class KvForecast:
     alive: Array = field(default_factory=lambda: np.zeros(POINTS))
     now: float = 0.0
     """The mean of the current interval."""
+    alive_now: float = 0.0
+    """Rollouts expected to run in the current interval."""
     peak_mean: float = 0.0
     fullest: int = 0
     """The interval in which the mean is largest."""
@@ -238,15 +245,17 @@ class KvForecast:
         self._find_peak()
 
     def _find_peak(self) -> None:
-        self.now = float(self.mean[0])
+        self.now, self.alive_now = float(self.mean[0]), float(self.alive[0])
         self.fullest = int(self.mean.argmax())
         self.peak_mean = float(self.mean[self.fullest])
         self.work = float(self.mean.sum()) * self.width
 
     def steps_until_room(self, more: KvDemand, room: float) -> int:
         """Steps after which the expected KV use leaves room for the start of another rollout."""
-        full = np.flatnonzero(self.mean + more.mean[0] > room)
-        return self.width * int(full[-1] + 1) if len(full) else 0
+        start = more.start
+        if self.peak_mean + start <= room:
+            return 0
+        return self.width * int(np.flatnonzero(self.mean + start > room)[-1] + 1)
 
     def if_added(self, more: KvDemand, room: float, again: float) -> tuple[float, float]:
         """What a rollout is expected to gain and to cost if it is added last.

@@ -49,9 +49,11 @@ class EngineOutlook:
     @property
     def step_s(self) -> float:
         """Seconds of a step with the rollouts that are here now."""
-        forecast = self.forecast
-        share = min(1.0, self.total / max(1.0, forecast.now))
-        return self.speed.seconds(share * float(forecast.alive[0]), share * forecast.now)
+        alive, now = self.forecast.alive_now, self.forecast.now
+        if now > self.total:
+            share = self.total / now
+            alive, now = share * alive, share * now
+        return self.speed.seconds(alive, now)
 
     @property
     def drain_s(self) -> float:
@@ -122,12 +124,13 @@ class UsualRollout:
         work = demand.mean_sum * width * max(1, state.new)
         rate, least, wait = 0.0, inf, inf
         for outlook in outlooks:
-            step_s = self.step_s(state, outlook)
-            work += outlook.forecast.work
+            step_s, here = self.step_s(state, outlook), outlook.forecast.work
+            work += here
             rate += outlook.total / step_s
-            least = min(least, outlook.forecast.work / outlook.total * step_s)
-            room_in = outlook.forecast.steps_until_room(demand, outlook.room)
-            wait = min(wait, room_in * step_s)
+            least = min(least, here / outlook.total * step_s)
+            if wait:
+                room_in = outlook.forecast.steps_until_room(demand, outlook.total - outlook.excess)
+                wait = min(wait, room_in * step_s)
         steps = width * float(np.count_nonzero(demand.alive > LATE))
         return FleetOutlook(work / rate, least, wait, steps)
 

@@ -133,7 +133,7 @@ class ReservePolicy:
         engine = outlook.engine
         engine.budget.used = load.kv_used
         # an idle engine may repeat its last figure: without running turns there is no excess
-        excess = load.kv_used - float(outlook.forecast.mean[0]) if load.running else 0.0
+        excess = load.kv_used - outlook.forecast.now if load.running else 0.0
         outlook.excess = max(0.0, excess)
         if not load.waiting and len(engine.running) >= SHARING_MIN_RUNNING:
             sharing = shared_prompts(state, engine, load.kv_used)
@@ -214,11 +214,11 @@ class ReservePolicy:
         if not targets:
             return None
         demand = self._demand(session, targets[0])
-        now = float(demand.mean[0])
+        now = demand.start
         target = min(
             targets,
             key=lambda o: (
-                o.forecast.mean[0] + now > o.room,
+                o.forecast.now + now > o.room,
                 o.name != session.last_engine,
                 o.drain_s,
                 len(o.demands),
@@ -301,13 +301,8 @@ class ReservePolicy:
         demand = self._new_demand(session, first)
         fleet = self._usual.fleet(state, outlooks, demand)
         step_s = self._usual.step_s(state, first)
-        turn_s = (
-            demand.alive_sum
-            * self._width
-            / self._usual.turns
-            * step_s
-            / self._usual.batch(state, first)
-        )
+        steps = demand.alive_sum * self._width / self._usual.turns
+        turn_s = steps * step_s / self._usual.batch(state, first)
         cached = sum(o.total for o in outlooks) / max(1.0, len(state.sessions) * self._usual.size)
         again_s = max(0.0, 1.0 - cached) * self._usual.size * first.speed.prefill_s
         return self._ends_last(state, step_s, fleet, fleet.done_s * (1.0 + again_s / turn_s))
@@ -363,11 +358,11 @@ class ReservePolicy:
         steps = self._demand(session, here).alive_sum * self._width  # the same on every engine
         if steps < FEWEST_STEPS_TO_MOVE:
             return None
-        others = [
-            self._outlook(state, e)
-            for e in state.serving
-            if e != home and self._open(state, e, session)
-        ]
+        stay = max(steps * here.step_s, here.drain_s)
+        if stay < UNEVEN * steps * min(state.speeds[e].step_s for e in state.serving):
+            return None  # not even an empty engine would be so much faster
+        open_ = (e for e in state.serving if e != home and self._open(state, e, session))
+        others = (self._outlook(state, engine) for engine in open_)
         target = min(others, key=lambda o: o.pace, default=None)
         if target is None:
             return None
@@ -375,8 +370,7 @@ class ReservePolicy:
         work = demand.mean_sum * self._width / target.total
         again = session.tokens * target.speed.prefill_s
         there = max(steps * target.step_s, target.drain_s + work * target.step_s) + again
-        stay = max(steps * here.step_s, here.drain_s)
-        if stay < UNEVEN * there or target.forecast.mean[0] + demand.mean[0] > target.room:
+        if stay < UNEVEN * there or target.forecast.now + demand.start > target.room:
             return None
         return self._start(state, name, target, demand)
 
@@ -460,7 +454,7 @@ class ReservePolicy:
             parts = np.maximum(1, (factor * demand.mean[:, forecast.fullest]).astype(int)).tolist()
             budget.revise(dict(zip(names, parts, strict=True)))
         outlook.forecast, outlook.refused = forecast, None
-        outlook.excess = max(0.0, outlook.excess - max(0.0, float(forecast.mean[0] - old.mean[0])))
+        outlook.excess = max(0.0, outlook.excess - max(0.0, forecast.now - old.now))
 
     # ------------------------------------------------------------------ making room
 
