@@ -126,7 +126,9 @@ def test_survival_is_a_probability_that_falls(
 def test_room_comes_with_the_first_interval_after_which_it_lasts() -> None:
     """A rollout that starts with 5 tokens; intervals of 10 steps."""
     forecast = KvForecast(width=10, made_at=0, table=0)
-    forecast.mean[:4] = [12, 18, 15, 14]
+    mean = np.zeros(POINTS)
+    mean[:4] = [12, 18, 15, 14]
+    forecast.add(KvDemand(mean, np.zeros(POINTS), np.ones(POINTS)))
     more = KvDemand(np.full(POINTS, 5.0), np.zeros(POINTS), np.ones(POINTS))
     assert forecast.steps_until_room(more, 20.0) == 20
     assert forecast.steps_until_room(more, 23.0) == 0

@@ -92,7 +92,7 @@ UNEVEN = 1.15
 FEWEST_STEPS_TO_MOVE = 50
 """A turn with fewer expected steps left never moves."""
 KEPT_DEMANDS = 256
-"""Demands of new rollouts that are kept: the rollouts of a group have the same."""
+"""Demands that are kept: the rollouts of a group start with the same one."""
 
 
 class ReservePolicy:
@@ -106,7 +106,7 @@ class ReservePolicy:
         self._usual = UsualRollout()
         self._new_first = False
         """New rollouts start before turns of begun ones that were queued after them."""
-        self._new_demands: dict[tuple[int, int, int, RolloutProgress], KvDemand] = {}
+        self._kept_demands: dict[tuple[int, int, int, RolloutProgress], KvDemand] = {}
         self._idle: deque[tuple[float, str]] = deque()
         """Sessions in the order in which their tools started, outdated entries included."""
 
@@ -406,15 +406,13 @@ class ReservePolicy:
 
     def _demand(self, session: SessionState, outlook: EngineOutlook) -> KvDemand:
         progress = _progress(session, session.completion, outlook)
-        if progress.completion:
-            return self._demands([progress], outlook).row(0)
         block = outlook.engine.budget.capacity.block_tokens
         key = (self.lengths.tables, self._width, block, progress)
-        if key not in self._new_demands:
-            if len(self._new_demands) >= KEPT_DEMANDS:
-                self._new_demands.clear()
-            self._new_demands[key] = self._demands([progress], outlook).row(0)
-        return self._new_demands[key]
+        if key not in self._kept_demands:
+            if len(self._kept_demands) >= KEPT_DEMANDS:
+                self._kept_demands.clear()
+            self._kept_demands[key] = self._demands([progress], outlook).row(0)
+        return self._kept_demands[key]
 
     def _demands(self, rollouts: list[RolloutProgress], outlook: EngineOutlook) -> KvDemand:
         block = outlook.engine.budget.capacity.block_tokens
