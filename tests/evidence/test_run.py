@@ -82,7 +82,8 @@ async def test_the_last_line_of_a_running_cells_log_is_shown_once(places: Places
     cell = Cell("one", "roc", 0)
     await cells.complete(read_claim(places.claims, "one"), cell)
     shown = [text for text in said if "step" in text]
-    assert [text.rpartition(": ")[2] for text in shown] == ["step 2", "step 2"], "SFT, then the cell"
+    lines = [text.rpartition(": ")[2] for text in shown]
+    assert lines == ["step 2", "step 2"], "SFT, then the cell"
     assert shown[1] == f"{cell}: step 2"
 
 
