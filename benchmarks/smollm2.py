@@ -2,7 +2,8 @@
 
     python benchmarks/smollm2.py --model runs/smollm2-135m-seed0/exports/sft [--quick] [--json]
 
-Both train the same export of the SFT stage on the same problems with the recipe's sizes:
+Both train the same export of the SFT stage on the same problems with the sizes first recorded, four
+groups of eight rollouts per step:
 
 - start: float32 in engine and learner, one engine.
 - now: bfloat16 in both where the CPU has instructions for it, and the recipe's two engines.
@@ -73,7 +74,7 @@ def train(case: Sequence[str], model: Path, problems: Path, steps: int, seed: in
         *case,
         *(f"model.path={model}", "sft=null", f"rl.problems={problems}", f"rl.stages=[{stage}]"),
         *("evaluation.problems=arithmetic", "evaluation.count=1", "evaluation.greedy=false"),
-        "rl.optimizer.warmup_steps=0",
+        *("rl.prompts_per_step=4", "rl.optimizer.warmup_steps=0"),
     )
     overrides = [word for setting in settings for word in ("--set", setting)]
     with tempfile.TemporaryDirectory(prefix="rstar2-smollm2-") as directory:

@@ -2,7 +2,9 @@
 
 `keep_freed_memory` keeps freed memory, so that the next tensor of that size causes no page faults.
 glibc returns large blocks to the kernel as soon as they are freed. Training and decoding steps
-allocate the same few sizes repeatedly, and the kernel would zero the pages again each time.
+allocate the same few sizes repeatedly, and the kernel would zero the pages again each time. Threads
+that start later share one heap: glibc's heaps of single threads are at most 64 MB and are returned
+whenever they are empty.
 
 `rare_collections` is for a driver with thousands of rollouts. They are hundreds of thousands of
 live objects, which Python's collector of reference cycles would visit again and again, and hardly
@@ -17,7 +19,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGEST = (1 << 31) - 1
 
 COLLECT_AFTER = 50_000
@@ -31,8 +33,8 @@ def keep_freed_memory() -> bool:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
         return False
-    trimmed = libc.mallopt(_M_TRIM_THRESHOLD, _LARGEST)
-    return bool(trimmed and libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30))
+    settings = ((_M_TRIM_THRESHOLD, _LARGEST), (_M_MMAP_THRESHOLD, 1 << 30), (_M_ARENA_MAX, 1))
+    return all([libc.mallopt(*setting) for setting in settings])
 
 
 @contextmanager

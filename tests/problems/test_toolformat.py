@@ -33,14 +33,42 @@ def test_slips_are_mended() -> None:
     assert not any("Error" in c.messages[-2].content for c in made)
 
 
+SIGNS = {
+    "+": r"[Aa]dd|plus|sum",
+    "-": r"[Ss]ubtract|minus|difference",
+    "*": r"[Mm]ultiply|times",
+    "/": r"[Dd]ivide",
+}
+
+
 def test_what_to_compute_is_always_said() -> None:
-    """Numbers of an expression are in the request in the same order: there is nothing to find."""
-    for conversation in conversations(300, 2):
+    """The last sentence has an expression's numbers and its operations: there is none to choose."""
+    seen = 0
+    for conversation in conversations(600, 2):
         request, call = conversation.messages[0].content, conversation.messages[1].content
         code = PARSER.parse(call, "t")[0].shown
         numbers = re.findall(r"\d+", code)
-        if any(sign in code for sign in "+*"):
-            assert re.findall(r"\d+", request) == numbers
+        signs = re.findall(r"(?<=[\d)] )[-+*/](?= \d)", code)
+        if not signs:
+            continue
+        seen += 1
+        asked = re.split(r"(?<=\.) ", request)[-1]
+        assert set(re.findall(r"\d+", asked)) == set(numbers)
+        for sign in signs:
+            assert f" {sign} " in asked or re.search(SIGNS[sign], asked), (asked, code)
+    assert seen > 300
+
+
+def test_stories_have_numbers_that_are_not_for_the_call() -> None:
+    """Otherwise SFT would teach to use whatever numbers a text has."""
+    stories = [c for c in conversations(600, 4) if ". " in c.messages[0].content]
+    distracted = 0
+    for conversation in stories:
+        story = re.split(r"(?<=\.) ", conversation.messages[0].content)[:-1]
+        code = PARSER.parse(conversation.messages[1].content, "t")[0].shown
+        distracted += bool(set(re.findall(r"\d+", " ".join(story))) - {*re.findall(r"\d+", code)})
+    assert len(stories) > 200
+    assert distracted > len(stories) / 2
 
 
 def test_equal_seeds_give_equal_text() -> None:

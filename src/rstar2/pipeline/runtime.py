@@ -43,7 +43,7 @@ from rstar2.errors import (
 )
 from rstar2.http_client import despite_local_errors
 from rstar2.learner.tolerance import ROUNDING_TEXTS, MeasuredTolerance
-from rstar2.malloc import rare_collections
+from rstar2.malloc import keep_freed_memory, rare_collections
 from rstar2.pipeline.export import trained_prompt
 from rstar2.pipeline.model import find_model, load_model
 from rstar2.plan.share import beside_learner
@@ -428,6 +428,7 @@ async def open_runtime(
     Without an environment the recipe's own is used.
     """
     raise_descriptor_limit()
+    keep_freed_memory()  # before the learner's thread starts
     environment = environment or load_environment(recipe.environment, recipe.template)
     executor = ThreadPoolExecutor(1, thread_name_prefix="learner")
     loop = asyncio.get_running_loop()

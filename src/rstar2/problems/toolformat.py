@@ -1,8 +1,8 @@
 """Format-only SFT for a pre-trained model: how to call Python, read the result and answer. It
 teaches no mathematics.
 
-Every request states what to run (an expression to evaluate, a word to reverse, a list to sort); no
-request requires choosing an operation. Some first calls fail and are corrected, so that the model
+Every request states what to run (an expression to evaluate, numbers to add, a word to reverse, a
+list to sort); no request requires choosing an operation. Some first calls fail and are corrected, so that the model
 sees how to recover. Tool responses come from running the code.
 
 `answers` has the same requests without calls: the reason states the expression and its value. A
@@ -27,8 +27,10 @@ from rstar2.types import Conversation, Message
 
 NAME, ANSWERS_NAME = "toolformat", "answerformat"
 
-SLIP_SHARE = 0.15
+SLIP_SHARE = 0.1
 """Share of conversations whose first call fails."""
+STORY_SHARE = 0.7
+"""Share of named operations that come after a story."""
 
 CALL_REASONS = ("I will run Python.", "Use the tool.", "Run code.", "Python can do this.")
 RETRY_REASONS = ("That failed. Try again.", "Fix the code.")
@@ -40,6 +42,7 @@ WORDS = (
     *("letter", "planet", "button", "winter", "bridge", "candle", "pocket", "ladder", "forest"),
     *("guitar", "marble", "castle", "island", "rabbit", "pepper", "rocket", "saddle", "tunnel"),
 )
+NAMES = ("Anna", "Bill", "Carla", "Dan", "Emma", "Frank", "Gina", "Hugo", "Iris", "Jack")
 
 Request = tuple[str, str]
 """The user's request and the expression that answers it."""
@@ -55,6 +58,52 @@ def _expression(rng: random.Random) -> Request:
         ("Evaluate {}.", "What does Python print for {}?", "Run {} and tell me the result.")
     )
     return wording.format(text), text
+
+
+def _named(rng: random.Random) -> Request:
+    """An operation that the request names in words, or two in a row; often after a story.
+
+    The story has numbers and things, as word problems have, but nothing follows from it.
+    """
+    largest = rng.choice((12, 99, 999))
+    a, b, c = (rng.randint(2, largest) for _ in range(3))
+    larger, smaller = max(a, b), min(a, b)
+    request, expression = rng.choice(
+        (
+            (f"Add {a} and {b}.", f"{a} + {b}"),
+            (f"How much is {a} plus {b}?", f"{a} + {b}"),
+            (f"What is the sum of {a}, {b} and {c}?", f"{a} + {b} + {c}"),
+            (f"Subtract {smaller} from {larger}.", f"{larger} - {smaller}"),
+            (f"How much is {larger} minus {smaller}?", f"{larger} - {smaller}"),
+            (f"What is the difference of {larger} and {smaller}?", f"{larger} - {smaller}"),
+            (f"Multiply {a} by {b}.", f"{a} * {b}"),
+            (f"How much is {a} times {b}?", f"{a} * {b}"),
+            (f"Divide {a * b} by {b}.", f"{a * b} / {b}"),
+            (f"How much is {a * b} divided by {a}?", f"{a * b} / {a}"),
+            (f"Add {a} and {b}, then subtract {smaller}.", f"{a} + {b} - {smaller}"),
+            (f"Add {a} and {b}, then multiply by {c}.", f"({a} + {b}) * {c}"),
+        )
+    )
+    if rng.random() < STORY_SHARE:
+        request = f"{_story(rng, (a, b, c))} {request}"
+    return request, expression
+
+
+def _story(rng: random.Random, numbers: tuple[int, ...]) -> str:
+    """One to three sentences with some of the numbers and another one."""
+    shown = [*numbers, rng.randint(2, 99)]
+    rng.shuffle(shown)
+    name, other = rng.sample(NAMES, 2)
+    first, second = rng.sample(WORDS, 2)
+    sentences = (
+        f"{name} has {shown[0]} {first}s and {shown[1]} {second}s.",
+        f"{other} sees {shown[2]} {first}s.",
+        f"There are {shown[2]} {second}s at {other}'s house.",
+        f"{name} and {other} like {first}s.",
+        f"Each {first} costs {shown[3]} dollars.",
+    )
+    chosen = sorted(rng.sample(range(len(sentences)), rng.randint(1, 3)))
+    return " ".join(sentences[i] for i in chosen)
 
 
 def _word(rng: random.Random) -> Request:
@@ -97,10 +146,11 @@ def _sentence(rng: random.Random) -> Request:
 
 
 REQUESTS: dict[Callable[[random.Random], Request], float] = {
-    _expression: 0.4,
-    _word: 0.25,
-    _list: 0.2,
-    _sentence: 0.15,
+    _named: 0.65,
+    _expression: 0.15,
+    _word: 0.05,
+    _list: 0.1,
+    _sentence: 0.05,
 }
 
 
