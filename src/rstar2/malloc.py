@@ -34,7 +34,8 @@ def keep_freed_memory() -> bool:
     if not hasattr(libc, "mallopt"):
         return False
     settings = ((_M_TRIM_THRESHOLD, _LARGEST), (_M_MMAP_THRESHOLD, 1 << 30), (_M_ARENA_MAX, 1))
-    return all([libc.mallopt(*setting) for setting in settings])
+    accepted = [libc.mallopt(*setting) for setting in settings]
+    return all(accepted)
 
 
 @contextmanager

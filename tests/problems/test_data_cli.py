@@ -57,6 +57,21 @@ def test_sources_have_names_readers_and_places(text: str, expected: tuple[Any, .
     assert named_source(text, {"math": "M"}) == expected
 
 
+def test_problems_of_chosen_kinds_are_kept_and_an_unknown_kind_is_an_error(tmp_path: Path) -> None:
+    kinds = ("sum", "product", "sum", "share")
+    rows = [{"input": f"Find the {kind} number {n}.", "target": n} for n, kind in enumerate(kinds)]
+    source = write(
+        tmp_path / "mawps.jsonl",
+        *({**row, "type": kind} for row, kind in zip(rows, kinds, strict=True)),
+    )
+    words = ("problems", source, "--no-verify", "--kind", "sum", "--kind")
+    run(*words, "share", "--out", str(tmp_path / "out"))
+    kept = [row["kind"] for row in lines(tmp_path / "out" / "problems.jsonl")]
+    assert kept == ["sum", "sum", "share"]
+    with pytest.raises(UserError, match=r"--kind shape: no .* kinds are product, share, sum"):
+        run(*words, "shape", "--out", str(tmp_path / "other"))
+
+
 EVAL = r"Let $ABC$ be a triangle with $\angle A = 60^\circ$ and $BC = \frac{7}{2}$. Find $AB + AC$."
 
 

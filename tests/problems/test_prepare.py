@@ -131,6 +131,12 @@ def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("step", "kept", "dropped", "reason"),
     [
+        (
+            clean.OfKinds(frozenset({"algebra"})),
+            problem("p", kind="algebra"),
+            problem("p", kind="geometry"),
+            "kind 'geometry' is not among algebra",
+        ),
         (clean.IntegerAnswers(), problem("p", "-12"), problem("p", "1/2"), "not an integer"),
         (clean.NotGiant(), problem("p", "9" * 12), problem("p", "9" * 13), "13 digits"),
         (clean.NotGiant(), problem("p", "x" * 60), problem("p", "x" * 61), "61 characters"),

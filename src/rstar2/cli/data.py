@@ -21,6 +21,7 @@ from rstar2.errors import UserError
 
 if TYPE_CHECKING:
     from rstar2.problems.card import Card, DataFilter
+    from rstar2.problems.clean import OfKinds
     from rstar2.problems.prepare import ProblemSource
     from rstar2.types import Problem
 
@@ -51,6 +52,9 @@ def problems(
     integers: Annotated[
         bool, typer.Option(help="Keep only integer answers, as in the paper.")
     ] = True,
+    kind: Annotated[
+        list[str] | None, typer.Option(help="Keep only problems of this kind. Can be repeated.")
+    ] = None,
     digits: Annotated[
         int, typer.Option(min=1, help="Maximum number of digits of an integer answer.")
     ] = 12,
@@ -76,13 +80,21 @@ def problems(
     rstar2 data problems gsm8k/train.jsonl dapo:hub:BytedTsinghua-SIA/DAPO-Math-17k \\
         --out problems --against aime24.jsonl --against math500.jsonl
     """
+    from rstar2.problems.clean import OfKinds
     from rstar2.problems.prepare import PROBLEMS
 
     fields = {"prompt": prompt_field, "answer": answer_field, "kind": kind_field}
     listed = _sources(sources, {name: field for name, field in fields.items() if field})
-    steps = _steps(integers, digits, against or [])
+    of_kinds = OfKinds(frozenset(kind or ()))
+    steps = _steps(of_kinds, integers, digits, against or [])
     card = asyncio.run(_prepare(listed, steps, out, verify))
     show_card(card, out / PROBLEMS, as_json=json)
+    if unknown := sorted(of_kinds.kinds - of_kinds.met):
+        met = ", ".join(sorted(of_kinds.met)) or "none"
+        raise UserError(
+            f"--kind {unknown[0]}: no problem is of this kind; kinds are {met}. {out} has the "
+            "problems of the other kinds: delete it before you run this again"
+        )
 
 
 def _sources(texts: list[str], fields: dict[str, str]) -> list[ProblemSource]:
@@ -100,10 +112,13 @@ def _sources(texts: list[str], fields: dict[str, str]) -> list[ProblemSource]:
     return listed
 
 
-def _steps(integers: bool, digits: int, against: list[str]) -> list[DataFilter[Problem]]:
+def _steps(
+    of_kinds: OfKinds, integers: bool, digits: int, against: list[str]
+) -> list[DataFilter[Problem]]:
     from rstar2.problems import clean
 
-    steps: list[DataFilter[Problem]] = [clean.VerifiableProblems()]
+    steps: list[DataFilter[Problem]] = [of_kinds] if of_kinds.kinds else []
+    steps.append(clean.VerifiableProblems())
     if integers:
         steps.append(clean.IntegerAnswers())
     steps += [clean.NotGiant(digits), clean.GoldsReadable(), clean.UniqueProblems()]

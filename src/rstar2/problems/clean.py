@@ -44,6 +44,22 @@ class IntegerAnswers:
 
 
 @dataclass(frozen=True, slots=True)
+class OfKinds:
+    """Keep the problems of some kinds, as their data set names them."""
+
+    kinds: frozenset[str]
+    met: set[str] = field(default_factory=set)
+    """The kinds of all problems so far."""
+    name: str = "of the chosen kinds"
+
+    def drop(self, problem: Problem) -> str | None:
+        self.met.add(problem.kind)
+        if problem.kind in self.kinds:
+            return None
+        return f"kind {problem.kind!r} is not among {', '.join(sorted(self.kinds))}"
+
+
+@dataclass(frozen=True, slots=True)
 class VerifiableProblems:
     """Drop problems that ask for a proof, need a picture or have several parts."""
 

@@ -2,8 +2,8 @@
 teaches no mathematics.
 
 Every request states what to run (an expression to evaluate, numbers to add, a word to reverse, a
-list to sort); no request requires choosing an operation. Some first calls fail and are corrected, so that the model
-sees how to recover. Tool responses come from running the code.
+list to sort); no request requires choosing an operation. Some first calls fail and are corrected,
+so that the model sees how to recover. Tool responses come from running the code.
 
 `answers` has the same requests without calls: the reason states the expression and its value. A
 policy that starts from it is the control without a tool.
