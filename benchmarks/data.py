@@ -97,10 +97,11 @@ def decode(path: Path, out: Path, evaluation: Path) -> int:
 
 def ours(path: Path, out: Path, evaluation: Path) -> int:
     from rstar2.cli.data import _steps
+    from rstar2.problems.clean import OfKinds
     from rstar2.problems.prepare import ProblemSource, prepare
     from rstar2.problems.sources import READERS
 
-    steps = _steps(True, 12, [str(evaluation)])
+    steps = _steps(OfKinds(frozenset()), True, 12, [str(evaluation)])
     source = ProblemSource(str(path), "made", READERS["gsm8k"])
     card = asyncio.run(prepare([source], steps, out))
     dropped = sum(step.entered - step.left for step in card.steps)
