@@ -60,6 +60,8 @@ class ClaimEvaluation(Section):
     """As `rstar2 eval --on` takes it: NAME=FILE."""
     samples: int = Field(0, ge=0, le=MOST_SAMPLES)
     """Sampled answers per problem; 0 is one greedy answer."""
+    count: int | None = Field(None, ge=1)
+    """Only this many problems of the benchmark, its first; null is all."""
     seeds: int | None = Field(None, ge=1)
     """Only of the first seeds of the claim; null is all of them."""
 

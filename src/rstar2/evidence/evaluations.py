@@ -72,6 +72,8 @@ def eval_command(
     how = ["--greedy"]
     if evaluation.samples:
         how = ["--samples", str(evaluation.samples), "--temperature", str(config.temperature)]
+    if evaluation.count is not None:
+        how += ["--count", str(evaluation.count)]
     lengths = ["--max-length", str(config.max_length), "--max-turns", str(config.max_turns)]
     places = ["--recipe", str(recipe), "--out", str(out)]
     return ["eval", "run", str(model), "--on", evaluation.benchmark, *how, *lengths, *places]
