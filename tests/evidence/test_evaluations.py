@@ -188,14 +188,15 @@ def test_the_command_of_an_evaluation_makes_it(finished: Path, tmp_path: Path) -
     model, settings, out = tmp_path / "model", tmp_path / "cell.yaml", tmp_path / "out"
     shutil.copytree(finished / "exports" / "sft", model)
     settings.write_text(dump_recipe(recipe))
-    asked = ClaimEvaluation(title="t", benchmark=f"coins={recipe.evaluation.problems}", samples=2)
+    benchmark = f"coins={recipe.evaluation.problems}"
+    asked = ClaimEvaluation(title="t", benchmark=benchmark, samples=2, count=5)
     with pytest.raises(SystemExit) as ended:
         main(eval_command(asked, recipe.evaluation, settings, model, out))
     assert ended.value.code in (0, None)
     made = read_evaluated(out, Cell("one", "sft", 0), "coins-sampled", "f", {})
     assert (made.benchmark, made.samples, made.temperature) == ("coins", 2, 1.0)
     assert (made.max_length, made.max_turns) == (128, 3)
-    assert len(made.correct) == 8
+    assert len(made.correct) == 5
     assert read_settings(out).tool["wall_s"] == recipe.codeenv.default.wall_s
 
 
