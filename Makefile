@@ -38,7 +38,7 @@ quickstart: $(INSTALLED)  ## train the tiny agent with the whole recipe
 SMOLLM2_INSTALLED := $(VENV)/.smollm2
 MAWPS ?= data/mawps.jsonl
 SVAMP ?= data/svamp.jsonl
-# Without the problems with several operations, which the model does not solve after SFT.
+# Without multiarith: problems with several operations, which the model does not solve after SFT.
 MAWPS_KINDS := --kind addsub --kind singleeq --kind singleop
 MINUTES ?= 30
 # bfloat16 where the CPU has instructions for it; without them it is slower than float32.

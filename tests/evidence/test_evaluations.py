@@ -98,6 +98,17 @@ async def test_an_evaluation_records_right_answers_by_problem(places: Places, cl
     assert value_of(metric, replace(result, evaluations={})) is None
 
 
+@pytest.mark.parametrize("change", [{"samples": 8}, {"count": 4}])
+async def test_an_evaluation_of_other_answers_is_refused(
+    places: Places, claim: Claim, change: dict[str, int]
+) -> None:
+    await runner(places, Trainer()).run_all(claim)
+    asked = claim.evaluations["bank-sampled"].model_copy(update=change)
+    changed = claim.model_copy(update={"evaluations": {"bank-sampled": asked}})
+    with pytest.raises(UserError, match="other settings"):
+        recorded(places, changed, Cell("two", "roc", 0))
+
+
 async def test_what_was_stopped_after_training_is_evaluated(places: Places, claim: Claim) -> None:
     cell = Cell("two", "roc", 0)
     first = CellRunner(places, Trainer(), Evaluator(), print, only=["bank-greedy"])

@@ -219,3 +219,48 @@ def test_new_rollout_that_would_end_last_starts_before_turns_that_were_queued_af
         made.end(name)
     policy._new_first = True
     assert placed(made) == {"g/3": "e0", "g/0": "e0"}, "g/4 came after the turn of g/0"
+
+
+def test_new_rollout_overtakes_no_turn_that_was_queued_before_it() -> None:
+    """Neither if a turn that was queued later is the first of its queue."""
+    made, policy = scheduler(2)
+    for name in ("g/0", "g/1"):
+        ask(made, name)
+    placed(made)
+    made.turn_ended("g/0", 20)
+    ask(made, "g/2")
+    assert placed(made) == {"g/2": "e0"}
+    ask(made, "g/0", prompt=25)
+    assert placed(made) == {}
+    ask(made, "g/3")
+    made.turn_ended("g/1", 20)
+    ask(made, "g/1", prompt=25)
+    policy._new_first = True
+    assert placed(made) == {"g/1": "e0"}, "it has just returned; g/3 came after the turn of g/0"
+
+
+def test_waiting_turn_keeps_its_place_in_time_when_its_engine_is_lost() -> None:
+    made, policy = scheduler(1, 1)
+    for name in ("g/0", "g/1"):
+        ask(made, name)
+    engine = placed(made)["g/0"]
+    made.turn_ended("g/0", 20)
+    ask(made, "g/2")
+    assert placed(made) == {"g/2": engine}
+    ask(made, "g/0", prompt=25)
+    assert placed(made) == {}
+    ask(made, "g/3")
+    made.engine_lost(engine)
+    made.turn_ended("g/1", 90)
+    made.end("g/1")
+    policy._new_first = True
+    assert list(placed(made)) == ["g/0"], "g/3 was submitted later"
+
+
+def test_whether_new_rollouts_come_first_is_decided_again_while_an_engine_is_silent() -> None:
+    made, policy = scheduler(2, 2)
+    idle = EngineLoad(0, 0, 0, 0, 0)
+    made.load_reported("e1", idle, 0.0)
+    policy._new_first = True
+    made.load_reported("e1", idle, 1.0)
+    assert not policy._new_first, "no new rollout waits"

@@ -79,6 +79,12 @@ def eval_command(
     return ["eval", "run", str(model), "--on", evaluation.benchmark, *how, *lengths, *places]
 
 
+def fits(asked: ClaimEvaluation, made: CellEvaluation) -> bool:
+    """Whether a recorded evaluation has the samples and problems that the claim asks for."""
+    counts = len(made.correct) if asked.count is None else asked.count
+    return made.samples == max(1, asked.samples) and len(made.correct) == counts
+
+
 def read_evaluated(
     out: Path, cell: Cell, name: str, recipe: str, made: Mapping[str, Any]
 ) -> CellEvaluation:

@@ -35,7 +35,7 @@ from rstar2.evidence.claim import (
     read_claim,
     sft_recipe,
 )
-from rstar2.evidence.evaluations import eval_command, read_evaluated, write_evaluation
+from rstar2.evidence.evaluations import eval_command, fits, read_evaluated, write_evaluation
 from rstar2.evidence.results import (
     COLUMNS,
     CellNumbers,
@@ -110,9 +110,15 @@ def recorded(places: Places, claim: Claim, cell: Cell) -> CellResult | None:
     result = read_result(places.results, cell)
     if result is None:
         return None
-    settings = fingerprint(cell_recipe(owner_of(places, claim, cell), cell))
+    owner = owner_of(places, claim, cell)
+    settings = fingerprint(cell_recipe(owner, cell))
     made_with = [result.recipe, *(made.recipe for made in result.evaluations.values())]
-    if any(recipe != settings for recipe in made_with):
+    as_asked = all(
+        fits(owner.evaluations[name], made)
+        for name, made in result.evaluations.items()
+        if name in owner.evaluations
+    )
+    if not as_asked or any(recipe != settings for recipe in made_with):
         raise UserError(
             f"{cell}: the recorded result has other settings than the claim has now; delete "
             f"{places.results / cell.claim / cell.name}.*json to run it again"
@@ -233,7 +239,8 @@ class CellRunner:
 
     async def _with_progress(self, what: str, path: Path, work: Awaitable[float]) -> float:
         """Await a process that writes `path`; repeat the last line of its log when it changes."""
-        log, shown = log_of(path), ""
+        log = log_of(path)
+        shown = _last_line(log)  # of an earlier attempt
         task = asyncio.ensure_future(work)
         try:
             while not task.done():

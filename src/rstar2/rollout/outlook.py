@@ -129,7 +129,7 @@ class UsualRollout:
             rate += outlook.total / step_s
             least = min(least, here / outlook.total * step_s)
             if wait:
-                room_in = outlook.forecast.steps_until_room(demand, outlook.total - outlook.excess)
+                room_in = outlook.forecast.steps_until_room(demand, outlook.room)
                 wait = min(wait, room_in * step_s)
         steps = width * float(np.count_nonzero(demand.alive > LATE))
         return FleetOutlook(work / rate, least, wait, steps)

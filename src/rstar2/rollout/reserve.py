@@ -35,7 +35,7 @@ Rules, in the order in which they are applied:
    with its steps. KV use that an engine reports above its forecast is subtracted from its capacity.
    KV use below the sum of its running rollouts shows how much of their prompts they share; half of
    that part is not counted twice. An engine with a queue of its own, or with turns that wait for
-   room there, gets no new rollout.
+   room there, gets no new rollout, unless new ones come first (rule 1).
 
 A rollout reserves its part of the expected peak. Reservations never exceed the cache: where the
 expected peak does, all are reduced in proportion.
@@ -64,13 +64,7 @@ from rstar2.rollout.forecast import (
     kv_demands,
 )
 from rstar2.rollout.outlook import EngineOutlook, FleetOutlook, UsualRollout, shared_prompts
-from rstar2.rollout.state import (
-    Phase,
-    Placement,
-    Rank,
-    SchedulerState,
-    SessionState,
-)
+from rstar2.rollout.state import Phase, Placement, Rank, SchedulerState, SessionState
 from rstar2.types import EngineLoad
 
 SHARING_MIN_RUNNING = 8
@@ -106,6 +100,8 @@ class ReservePolicy:
         self._usual = UsualRollout()
         self._new_first = False
         """New rollouts start before turns of begun ones that were queued after them."""
+        self._reported: set[str] = set()
+        """Engines that have reported since `_new_first` was decided."""
         self._kept_demands: dict[tuple[int, int, int, RolloutProgress], KvDemand] = {}
         self._idle: deque[tuple[float, str]] = deque()
         """Sessions in the order in which their tools started, outdated entries included."""
@@ -141,8 +137,10 @@ class ReservePolicy:
         outlook.refused, outlook.stays = None, ""
         outlook.queued = load.waiting > 0
         engine.preemptions = load.preemptions
-        if name == next(iter(state.engines)):  # once per round of reports
+        if not self._reported or name in self._reported:  # once per round of reports
             self._new_first = self._comes_first(state)
+            self._reported.clear()
+        self._reported.add(name)
 
     # ------------------------------------------------------------------ decisions
 
@@ -171,9 +169,8 @@ class ReservePolicy:
     def _continue_begun(self, state: SchedulerState) -> list[Placement]:
         """Start waiting turns of begun rollouts.
 
-        Once one of those that wait for the same engine cannot start, the others, which need as
-        much room or more, are not looked at. So a decision costs as much with a long queue as with
-        a short one.
+        A turn that has just returned and finds no room joins the others. Once one of these cannot
+        start, the rest of its queue is not looked at: a long queue costs no more than a short one.
         """
         placements: list[Placement] = []
         queues = state.first_begun()
@@ -231,8 +228,8 @@ class ReservePolicy:
     ) -> bool:
         """Whether the turn and all that run there can make HEADROOM_STEPS; alone it always may.
 
-        The room of those whose tools run is free only if computing them again takes less time than
-        their tools.
+        The room of those whose tools run is free only if the mean tool call takes longer than
+        computing a whole cache.
         """
         engine = outlook.engine
         running = len(engine.running)
@@ -256,7 +253,7 @@ class ReservePolicy:
             for place, outlook in enumerate(outlooks)
             if outlook.engine.has_slot and request.limit <= outlook.total
             if outlook.refused is None or outlook.refused != request
-            if not outlook.demands or self._takes_new(state, session, outlook, homeless)
+            if self._takes_new(state, session, outlook, homeless)
         ]
         demand, fleet = None, None
         for _, _, place in sorted(candidates):
@@ -277,19 +274,25 @@ class ReservePolicy:
         outlook: EngineOutlook,
         homeless: tuple[Rank, str] | None,
     ) -> bool:
-        """Whether no begun rollout waits for room there, or new ones come first and it has room."""
+        """Whether no begun rollout waits for room there; an empty engine takes any.
+
+        Where new ones come first: whether it has room, and the turns that wait were queued later.
+        """
+        if self._new_first:
+            return self._has_room(state, session, outlook) and all(
+                session.queued_as < state.oldest_turn(home) for home in (None, outlook.name)
+            )
+        if not outlook.demands:
+            return True
         heads = (homeless, state.next_begun(outlook.name))
         waiting = [state.sessions[head[1]] for head in heads if head is not None]
-        if self._new_first:
-            overtakes = all(session.queued_as < other.queued_as for other in waiting)
-            return overtakes and self._has_room(state, session, outlook)
         return not outlook.queued and all(s.request.limit > outlook.total for s in waiting)
 
     def _comes_first(self, state: SchedulerState) -> bool:
         """Whether the next new rollout would end last if it waited for room.
 
-        The others would end later than without it: their prefixes no longer fit the cache together,
-        so a share of them is computed again for every turn.
+        With it, all prefixes no longer fit the cache together: a share of them is computed again
+        for every turn, so the others would end later. Engines count as fast as the fastest.
         """
         new = state.next_new()
         if new is None or not state.serving:
@@ -297,14 +300,14 @@ class ReservePolicy:
         session = state.sessions[new]
         self._extend_to(session.request.limit)
         outlooks = [self._outlook(state, engine) for engine in state.serving]
-        first = outlooks[0]
-        demand = self._new_demand(session, first)
+        demand = self._new_demand(session, outlooks[0])
         fleet = self._usual.fleet(state, outlooks, demand)
-        step_s = self._usual.step_s(state, first)
+        fastest = min(outlooks, key=lambda o: self._usual.step_s(state, o))
+        step_s = self._usual.step_s(state, fastest)
         steps = demand.alive_sum * self._width / self._usual.turns
-        turn_s = steps * step_s / self._usual.batch(state, first)
+        turn_s = steps * step_s / self._usual.batch(state, fastest)
         cached = sum(o.total for o in outlooks) / max(1.0, len(state.sessions) * self._usual.size)
-        again_s = max(0.0, 1.0 - cached) * self._usual.size * first.speed.prefill_s
+        again_s = max(0.0, 1.0 - cached) * self._usual.size * fastest.speed.prefill_s
         return self._ends_last(state, step_s, fleet, fleet.done_s * (1.0 + again_s / turn_s))
 
     def _ends_last(

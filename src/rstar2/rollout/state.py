@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from heapq import heappop, heappush, heapreplace
 from itertools import count, islice
+from math import inf
 
 from rstar2.errors import InvariantError
 from rstar2.rollout.speed import EngineSpeed, ToolWaits
@@ -89,7 +90,7 @@ class SessionState:
     tokens: int = 0
     """Tokens after the last turn, or in its next prompt."""
     queued_as: int = 0
-    """The number of its waiting turn, in the order in which turns are queued."""
+    """The number of its waiting turn, in the order in which turns are queued (from 1)."""
     returned: bool = False
     """Its tools have just returned: its prefix is cached, as far as its room was kept."""
     truncated: bool = False
@@ -279,7 +280,7 @@ class SchedulerState:
         come those with the fewest tokens.
         """
         self._new: list[tuple[Rank, str]] = []
-        self._turns = count()
+        self._turns = count(1)
 
     # ------------------------------------------------------------------ queries
 
@@ -321,7 +322,8 @@ class SchedulerState:
         """Queue the session's turn."""
         session = self.sessions[name]
         session.returned = session.phase is Phase.HOLDING and session.engine is not None
-        session.phase, session.queued_as = Phase.WAITING, next(self._turns)
+        if session.phase is not Phase.WAITING or not session.queued_as:  # else it keeps its number
+            session.phase, session.queued_as = Phase.WAITING, next(self._turns)
         if session.engine is not None:
             self.engines[session.engine].end_hold(name)
         if session.begun:
@@ -373,6 +375,15 @@ class SchedulerState:
             heappop(queue)
         self._begun.pop(home, None)
         return None
+
+    def oldest_turn(self, home: str | None) -> float:
+        """The number of the waiting turn with its prefix on `home` that was queued first."""
+        numbers = (
+            self.sessions[name].queued_as
+            for _, rank, name in self._begun.get(home, ())
+            if self._current(rank, name) and self.sessions[name].engine == home
+        )
+        return min(numbers, default=inf)
 
     @property
     def new(self) -> int:
