@@ -65,9 +65,11 @@ def test_problems_of_chosen_kinds_are_kept_and_an_unknown_kind_is_an_error(tmp_p
         *({**row, "type": kind} for row, kind in zip(rows, kinds, strict=True)),
     )
     words = ("problems", source, "--no-verify", "--kind", "sum", "--kind")
-    run(*words, "share", "--out", str(tmp_path / "out"))
-    kept = [row["kind"] for row in lines(tmp_path / "out" / "problems.jsonl")]
-    assert kept == ["sum", "sum", "share"]
+    run(*words, "share", "--out", str(tmp_path / "out"), "--grader", "number")
+    kept = [(row["kind"], row["grader"]) for row in lines(tmp_path / "out" / "problems.jsonl")]
+    assert kept == [("sum", "number"), ("sum", "number"), ("share", "number")]
+    with pytest.raises(UserError, match="--grader nmber is unknown: the graders are choice, inte"):
+        run(*words, "share", "--out", str(tmp_path / "third"), "--grader", "nmber")
     with pytest.raises(UserError, match=r"--kind shape: no .* kinds are product, share, sum"):
         run(*words, "shape", "--out", str(tmp_path / "other"))
 

@@ -52,6 +52,12 @@ def problem(answer: str, grader: str = "math") -> Problem:
         ("1,000", "1000", "math", 1.0),
         ("41", "42", "math", 0.0),
         ("\\text{Evelyn}", "\\text{Evelyn}", "math", 1.0),
+        ("10.0", "10", "number", 1.0),
+        ("$-3.50$", "-3.5", "number", 1.0),
+        ("1,000", "1000", "number", 1.0),
+        ("40 + 2", "42", "number", 0.0),
+        ("\\frac{84}{2}", "42", "number", 0.0),
+        ("84/2", "42", "number", 0.0),
         ("(b)", "B", "choice", 1.0),
         ("C", "B", "choice", 0.0),
     ],
@@ -190,19 +196,19 @@ def test_a_refused_gold_names_place_field_and_way_out() -> None:
         check_gold(problem("42", "itneger"), "p.jsonl:7")
     assert str(unknown.value) == (
         "p.jsonl:7: problem p: grader = 'itneger' is unknown: did you mean 'integer'? "
-        "The graders are choice, integer, math"
+        "The graders are choice, integer, math, number"
     )
     with pytest.raises(DataError) as unreadable:
         check_gold(problem("\\pi", "integer"), "p.jsonl:7")
     assert str(unreadable.value) == (
         "p.jsonl:7: problem p: answer = '\\\\pi' cannot be checked by grader = 'integer', which "
         "expects an integer literal such as 42: correct the answer, choose another grader "
-        "(choice, integer, math) or remove the problem"
+        "(choice, integer, math, number) or remove the problem"
     )
 
 
 def test_good_golds_pass() -> None:
-    for answer, grader in (("42", "integer"), ("\\pi", "math"), ("B", "choice")):
+    for answer, grader in (("42", "integer"), ("\\pi", "math"), ("3.5", "number"), ("B", "choice")):
         assert grader in GRADERS
         check_gold(problem(answer, grader))
 

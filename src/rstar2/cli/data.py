@@ -55,6 +55,13 @@ def problems(
     kind: Annotated[
         list[str] | None, typer.Option(help="Keep only problems of this kind. Can be repeated.")
     ] = None,
+    grader: Annotated[
+        str | None,
+        typer.Option(
+            help="How all answers are checked: integer, number, math or choice. The default is "
+            "integer for integers and math for others."
+        ),
+    ] = None,
     digits: Annotated[
         int, typer.Option(min=1, help="Maximum number of digits of an integer answer.")
     ] = 12,
@@ -83,8 +90,9 @@ def problems(
     from rstar2.problems.clean import OfKinds
     from rstar2.problems.prepare import PROBLEMS
 
-    fields = {"prompt": prompt_field, "answer": answer_field, "kind": kind_field}
-    listed = _sources(sources, {name: field for name, field in fields.items() if field})
+    named = {"prompt": prompt_field, "answer": answer_field, "kind": kind_field}
+    fields = {name: field for name, field in named.items() if field}
+    listed = _sources(sources, fields, _known_grader(grader))
     of_kinds = OfKinds(frozenset(kind or ()))
     steps = _steps(of_kinds, integers, digits, against or [])
     card = asyncio.run(_prepare(listed, steps, out, verify))
@@ -97,7 +105,17 @@ def problems(
         )
 
 
-def _sources(texts: list[str], fields: dict[str, str]) -> list[ProblemSource]:
+def _known_grader(name: str | None) -> str | None:
+    from rstar2.reward.grade import GRADERS
+
+    if name is not None and name not in GRADERS:
+        raise UserError(f"--grader {name} is unknown: the graders are {', '.join(sorted(GRADERS))}")
+    return name
+
+
+def _sources(
+    texts: list[str], fields: dict[str, str], grader: str | None = None
+) -> list[ProblemSource]:
     """The field map applies to the sources that name no reader."""
     from rstar2.problems.prepare import ProblemSource
     from rstar2.problems.sources import READERS, mapped
@@ -108,7 +126,7 @@ def _sources(texts: list[str], fields: dict[str, str]) -> list[ProblemSource]:
     listed = []
     for text in texts:
         name, where, reader = named_source(text, READERS)
-        listed.append(ProblemSource(where, name, reader or map_reader))
+        listed.append(ProblemSource(where, name, reader or map_reader, grader))
     return listed
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rstar2.problems.card import (
@@ -46,6 +46,8 @@ class ProblemSource:
     path: str
     name: str
     reader: Reader | None = None
+    grader: str | None = None
+    """How all answers are checked; None: `integer` for integers, `math` for others."""
 
 
 def read_problems(source: ProblemSource) -> Iterator[tuple[str, Problem | Dropped]]:
@@ -57,9 +59,14 @@ def read_problems(source: ProblemSource) -> Iterator[tuple[str, Problem | Droppe
             continue
         row, reader = recognised
         try:
-            yield row.where, to_problem(row, reader, source.name)
+            problem = to_problem(row, reader, source.name)
         except MalformedRow as error:
             yield row.where, Dropped(READ, str(error), row.where, shown(row))
+            continue
+        yield (
+            row.where,
+            problem if source.grader is None else replace(problem, grader=source.grader),
+        )
 
 
 async def prepare(

@@ -3,7 +3,8 @@
 There is no shaping and no partial credit. Integer literals and choices are compared in this
 process; mathematical equivalence runs in the code environment, which can stop it
 (`math_equal.py`). The grader `integer` only requires that the truth is an integer: an answer in
-another notation (`\\$42`, `x = 42`, `\\frac{84}{2}`) is left to math-verify, as with `math`.
+another notation (`\\$42`, `x = 42`, `\\frac{84}{2}`) is left to math-verify, as with `math`, so
+an operation that is left to do (`40 + 2`) is right too. `number` wants a number literal.
 Decisions that the paper leaves open:
 
 - no <answer>, or no \\boxed{} in it: reward 0;
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from fractions import Fraction
 from typing import Protocol
 
 from rstar2.codeenv.protocol import VerifyRequest, VerifyResult
@@ -33,12 +35,13 @@ MAX_ANSWER_CHARS = 2000
 """Longer answers are wrong: no truth is that long, and parsing could take minutes."""
 
 
-# --------------------------------------------------------------------------- integers and choices
+# --------------------------------------------------------------------------- numbers and choices
 
 _SEPARATOR = r"(?:,|\{,\}|\\[,!;: ]|~|\s)+"
 _INTEGER = re.compile(
     rf"(?P<sign>[+-]?)\s*(?P<digits>[0-9]+|[0-9]{{1,3}}(?:{_SEPARATOR}[0-9]{{3}})+)(?:\.0*)?"
 )
+_DECIMAL = re.compile(r"[+-]?[0-9]*\.[0-9]+")
 _CHOICE = re.compile(r"[({\[]?\s*([A-Ja-j])\s*[)}\].:]*")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 
@@ -56,6 +59,14 @@ def as_integer(text: str) -> str | None:
     return f"-{digits}" if match["sign"] == "-" and digits != "0" else digits
 
 
+def as_number(text: str) -> Fraction | None:
+    """The value of an integer literal or a decimal ("-3.50"); None if it is anything else."""
+    if (integer := as_integer(text)) is not None:
+        return Fraction(int(integer))
+    bare = text.replace("\u2212", "-").strip().removeprefix("$").removesuffix("$").strip()
+    return Fraction(bare) if _DECIMAL.fullmatch(bare) else None
+
+
 def as_choice(text: str) -> str | None:
     """The letter of a multiple-choice answer: "C", "(c)", "\\text{C}." -> "C"."""
     bare = _TEXT.sub(r"\1", text.strip().strip("$")).strip()
@@ -66,6 +77,12 @@ def as_choice(text: str) -> str | None:
 def choice_equal(answer: str, truth: str) -> bool:
     """Whether both name the same letter."""
     left, right = as_choice(answer), as_choice(truth)
+    return left is not None and left == right
+
+
+def number_equal(answer: str, truth: str) -> bool:
+    """Whether both are literals of the same number."""
+    left, right = as_number(answer), as_number(truth)
     return left is not None and left == right
 
 
@@ -104,6 +121,7 @@ def _fast_path(answer: str, truth: str) -> bool | None:
 
 GRADERS = {
     "integer": Grader(_fast_path, as_integer, "an integer literal such as 42", "math"),
+    "number": Grader(number_equal, as_number, "a number such as 42 or 3.5"),
     "choice": Grader(choice_equal, as_choice, "a letter from A to J"),
     "math": Grader(_fast_path, lambda truth: truth.strip() or None, "LaTeX or plain text", "math"),
 }
