@@ -284,9 +284,11 @@ class ReservePolicy:
             )
         if not outlook.demands:
             return True
+        if outlook.queued or (homeless is None and not state.waits_for(outlook.name)):
+            return not outlook.queued
         heads = (homeless, state.next_begun(outlook.name))
         waiting = [state.sessions[head[1]] for head in heads if head is not None]
-        return not outlook.queued and all(s.request.limit > outlook.total for s in waiting)
+        return all(s.request.limit > outlook.total for s in waiting)
 
     def _comes_first(self, state: SchedulerState) -> bool:
         """Whether the next new rollout would end last if it waited for room.

@@ -99,6 +99,8 @@ class ToolWaits:
     def __init__(self) -> None:
         self._counts = np.zeros(BUCKETS)
         self._edges = FIRST_WAIT_S * 2 ** (np.arange(BUCKETS) / 4)
+        self.mean = 0.0
+        """The mean wait in seconds; 0 before there is any."""
 
     def observe(self, seconds: float) -> None:
         """A tool call has returned after this time."""
@@ -109,12 +111,7 @@ class ToolWaits:
         )
         self._counts *= WAIT_FADE
         self._counts[index] += 1
-
-    @property
-    def mean(self) -> float:
-        """The mean wait in seconds; 0 before there is any."""
-        total = float(self._counts.sum())
-        return float(self._counts @ self._edges) / total if total else 0.0
+        self.mean = float(self._counts @ self._edges) / float(self._counts.sum())
 
     def hold_s(self, fill_s: float, default: float) -> float:
         """How long to hold a prefix if the engine takes `fill_s` to prefill its whole cache."""

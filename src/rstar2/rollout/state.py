@@ -376,6 +376,10 @@ class SchedulerState:
         self._begun.pop(home, None)
         return None
 
+    def waits_for(self, home: str) -> bool:
+        """Whether a turn may wait with its prefix on `home`; False is certain."""
+        return home in self._begun
+
     def oldest_turn(self, home: str | None) -> float:
         """The number of the waiting turn with its prefix on `home` that was queued first."""
         numbers = (
