@@ -93,7 +93,8 @@ async def measure(
     model: Path, prompts: Sequence[list[int]], new: int, repetitions: int, seed: int
 ) -> dict[str, list[float]]:
     """Speeds of every engine, interleaved. The driver has the other cores, if there are any."""
-    *others, core = sorted(os.sched_getaffinity(0))
+    all_cores = os.sched_getaffinity(0)
+    *others, core = sorted(all_cores)
     engines = make_engines(model, GROUP * len(prompts), core)
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     async with AsyncExitStack() as stack:
@@ -106,6 +107,7 @@ async def measure(
                 os.sched_setaffinity(engine.pid, {core})
             await tokens_per_second(engine, prompts, 8, seed + repetitions)  # warm up
         os.sched_setaffinity(0, set(others) or {core})
+        stack.callback(os.sched_setaffinity, 0, all_cores)
         for repetition in range(repetitions):
             for name, engine in engines.items():
                 speed = await tokens_per_second(engine, prompts, new, seed + repetition)

@@ -275,7 +275,6 @@ class ReservePolicy:
         homeless: tuple[Rank, str] | None,
     ) -> bool:
         """Whether no begun rollout waits for room there; an empty engine takes any.
-
         Where new ones come first: whether it has room, and the turns that wait were queued later.
         """
         if self._new_first:
