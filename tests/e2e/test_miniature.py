@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]
 
 WATCHED = """
     reward accuracy/even accuracy/odd tool_errors response_length turns truncated no_answer
-    groups/drawn groups/used groups/dropped groups/refilled rollouts/drawn rollouts/lost
+    groups/drawn groups/used groups/dropped groups/refilled groups/surplus rollouts/drawn
+    rollouts/lost
     entropy grad_norm lr loss time/generate time/tools time/grade time/learn time/publish
     time/step tokens_per_s engine/kv_share engine/idle_share weights/probe_gap
 """.split()  # noqa: SIM905

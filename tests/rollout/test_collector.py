@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from rstar2.agent.loop import RolloutSpec
 from rstar2.config import RlConfig, RocConfig, StageConfig
 from rstar2.errors import EngineError, InfrastructureError
-from rstar2.rollout.collector import CollectedStep, Collector, ProblemOrder
+from rstar2.rollout.collector import CollectedStep, Collector, ProblemOrder, draws_ahead
 from rstar2.types import Group, Problem, Reward, StopReason, Trajectory, Turn
 
 STAGE = StageConfig(name="short", steps=4, max_length=64, max_turns=3)
@@ -80,6 +81,37 @@ async def test_the_same_groups_whatever_finishes_first() -> None:
     assert expected.drawn[-1].used, "nothing is drawn beyond the group that filled the batch"
     for timing in range(1, 12):
         assert await collect(DiceRunner(timing, solved=0.8)) == expected
+
+
+@pytest.mark.parametrize("solved", [0.5, 0.8, 0.9])
+async def test_refills_that_start_early_change_no_step(solved: float) -> None:
+    async def three_steps(timing: int, *, ahead: bool) -> tuple[list[CollectedStep], int]:
+        runner = DiceRunner(timing, solved=solved)
+        collector = Collector(runner, problems(50), RL, STAGE, seed=7, teaches=teaches, ahead=ahead)
+        steps: list[CollectedStep] = []
+        for step in (1, 2, 3):
+            position = steps[-1].position if steps else 0
+            steps.append(await collector.collect(step, position))
+        assert not runner.in_flight
+        surplus = sum(step.surplus for step in steps)
+        assert len(runner.seeds) == sum(len(step.drawn) for step in steps) + surplus
+        return [replace(step, surplus=0) for step in steps], runner.most
+
+    expected, most = await three_steps(0, ahead=False)
+    assert most == 4
+    for timing in range(1, 12):
+        steps, most = await three_steps(timing, ahead=True)
+        assert steps == expected
+    if solved == 0.9:
+        assert most > 4, "engines are filled with refills that will be needed"
+
+
+def test_draws_ahead_by_hand() -> None:
+    assert draws_ahead(12, 1.0) == 12
+    # 24 draws are expected, give or take sqrt(12 x 0.5) / 0.5 = 4.9
+    assert draws_ahead(12, 0.5) == 19
+    assert draws_ahead(1, 0.5) == 1, "two are expected, give or take 1.4"
+    assert draws_ahead(4, 0.25) == 9, "16 are expected, give or take 6.9"
 
 
 async def test_no_more_groups_in_flight_than_are_missing() -> None:

@@ -294,6 +294,7 @@ def make_collector(
         if step == lookahead.step:
             training.view.progress(done, total, "groups")
 
+    ahead = not rl.staleness and not training.recipe.deterministic
     collector = Collector(
         runtime.runner,
         problems,
@@ -303,7 +304,8 @@ def make_collector(
         teaches=group_teaches,
         on_progress=on_progress,
         version=lambda: runtime.fleet.scheduler.version,
-        slot=GroupSlots(rl.prompts_per_step).acquire,
+        slot=GroupSlots(rl.prompts_per_step * (rl.refill if ahead else 1)).acquire,
+        ahead=ahead,
     )
     lookahead = LookaheadCollector(
         collector,

@@ -52,6 +52,7 @@ def step_metrics(
         "groups/used": used,
         "groups/dropped": drawn - used,
         "groups/refilled": max(0, drawn - collected.wanted),
+        "groups/surplus": collected.surplus,
         "rollouts/drawn": len(rollouts) + lost.total(),
         "rollouts/kept": sum(len(s.kept) for s in selections),
         "rollouts/lost": lost.total(),

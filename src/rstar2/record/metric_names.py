@@ -99,6 +99,11 @@ METRICS: dict[str, dict[str, MetricNote]] = {
         "groups/refilled": N(
             "groups that replaced dropped ones", "", "near (refill - 1) x prompts"
         ),
+        "groups/surplus": N(
+            "groups that were started before it was known that they are not needed; left out",
+            "few",
+            "as many as `groups/used`: engines compute much in vain",
+        ),
         "groups/stale": N("groups that were too old to learn from (`rl.staleness`)", "0"),
         "staleness/mean": N(
             "mean weight updates between sampling and learning", "at most staleness"

@@ -6,8 +6,9 @@
 Invariants
 - The problems of a step are the shortest run of the order, from `position` on, that holds P groups
   worth learning from (or `refill` x P problems, if that comes first). Which these are depends on
-  the rewards alone and not on which group finishes first: at any time as many groups are in flight
-  as are still missing, so no surplus is drawn and a resumed step draws the same problems again.
+  the rewards alone and not on which group finishes first, so a resumed step draws the same problems
+  again. With `ahead`, refills start before it is known that they are needed (`draws_ahead`), so
+  that engines stay full; groups that turn out not to be needed are left out and counted.
 - Seeds derive from (recipe seed, stage, step, problem, rollout), so a group's rollouts do not
   depend on when or where they were run.
 - With staleness, several steps are collected at once, so none may depend on how many problems
@@ -18,9 +19,10 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -82,6 +84,8 @@ class CollectedStep:
     wanted: int
     stale: int = 0
     """Groups that were too old to be learnt from."""
+    surplus: int = 0
+    """Groups that were started ahead and turned out not to be needed."""
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -94,12 +98,24 @@ class CollectedStep:
         return _lost(self.drawn)
 
 
+def draws_ahead(missing: int, share: float) -> int:
+    """How many groups to have in flight while `missing` groups worth learning from are missing.
+
+    Each group is worth it with probability `share`, so `missing / share` draws are expected to be
+    needed, with a standard deviation of sqrt(missing (1 - share)) / share. One standard deviation
+    fewer are in flight: hardly any of them is drawn in vain.
+    """
+    spread = math.sqrt(missing * (1.0 - share))
+    return max(missing, math.floor((missing - spread) / share))
+
+
 class Collector:
     """Collects the groups of RL steps of one stage.
 
     `teaches(step, group)` decides, without side effects, whether a group is worth learning from;
     the collector draws another problem for each group that is not. `on_progress(step, done, total)`
-    is called after every group. `slot(step)` is held while a group runs.
+    is called after every group. `slot(step)` is held while a group runs. With `ahead` refills
+    start early: not where later steps keep engines full, nor where steps must repeat exactly.
     """
 
     def __init__(
@@ -114,15 +130,18 @@ class Collector:
         on_progress: Callable[[int, int, int], None] = lambda step, done, total: None,
         version: Callable[[], WeightVersion] = lambda: 0,
         slot: Callable[[int], AbstractAsyncContextManager[None]] = lambda step: nullcontext(),
+        ahead: bool = False,
     ) -> None:
         self.runner = runner
         self.problems = problems
         self.rl, self.stage, self.seed = rl, stage, seed
         self.teaches, self.on_progress = teaches, on_progress
-        self.version, self.slot = version, slot
+        self.version, self.slot, self.ahead = version, slot, ahead
         self.order = ProblemOrder(len(problems), seed=seed, stage=stage.name)
         self.refills = ProblemOrder(len(problems), seed=seed, stage=f"{stage.name}/refill")
         self.spec = RolloutSpec(rl.sampling, stage.max_length, stage.max_turns)
+        self._share = 1.0
+        """Share of the last step's groups that were worth learning from."""
 
     async def collect(self, step: int, position: int) -> CollectedStep:
         """Draw until the step's batch is full or the refill cap is hit.
@@ -131,28 +150,29 @@ class Collector:
         """
         wanted = self.rl.prompts_per_step
         cap = wanted * self.rl.refill
+        share = self._share if self.ahead else 1.0
         drawn: dict[int, DrawnGroup] = {}
         tasks: dict[asyncio.Task[DrawnGroup], int] = {}
         try:
-            while True:
-                used = sum(d.used for d in drawn.values())
-                missing = min(wanted - used, cap - len(drawn)) - len(tasks)
-                for _ in range(missing):
-                    ordinal = len(drawn) + len(tasks)
+            while (end := _end(drawn, wanted, cap)) is None:
+                missing = wanted - sum(d.used for d in drawn.values())
+                at_once = draws_ahead(missing, share) if missing > 0 else 0
+                for ordinal in range(len(drawn) + len(tasks), min(cap, len(drawn) + at_once)):
                     task = asyncio.ensure_future(self._draw(step, position, ordinal))
                     tasks[task] = ordinal
-                if not tasks:
-                    break
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     drawn[tasks.pop(task)] = task.result()
-                    self.on_progress(step, sum(d.used for d in drawn.values()), wanted)
+                used = sum(d.used for d in drawn.values())
+                self.on_progress(step, min(used, wanted), wanted)
         finally:
             await cancel_all(tasks)
-        in_order = tuple(drawn[ordinal] for ordinal in sorted(drawn))
+        in_order = tuple(drawn[ordinal] for ordinal in range(end))
         _refuse_outage(in_order, step)
-        end = step * wanted if self.rl.staleness else position + len(in_order)
-        return CollectedStep(in_order, end, wanted)
+        self._share = max(1, sum(d.used for d in in_order)) / end
+        surplus = len(drawn) + len(tasks) - end
+        position = step * wanted if self.rl.staleness else position + end
+        return CollectedStep(in_order, position, wanted, surplus=surplus)
 
     def _problem(self, step: int, position: int, ordinal: int) -> tuple[str, int]:
         """The name and the index of the `ordinal`-th problem that the step draws."""
@@ -183,6 +203,18 @@ class Collector:
                 spec=self.spec,
             )
         return DrawnGroup(group, used=self.teaches(step, group), version=version)
+
+
+def _end(drawn: Mapping[int, DrawnGroup], wanted: int, cap: int) -> int | None:
+    """How many problems the step draws in total; None while that is open."""
+    used = 0
+    for ordinal in range(cap):
+        if ordinal not in drawn:
+            return None
+        used += drawn[ordinal].used
+        if used == wanted:
+            return ordinal + 1
+    return cap
 
 
 def _lost(drawn: Sequence[DrawnGroup]) -> Counter[str]:
