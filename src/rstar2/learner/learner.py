@@ -41,6 +41,7 @@ from rstar2.learner.optim import Optimizers
 from rstar2.learner.pack import Pack, empty_pack, input_length, make_pack, make_row, plan
 from rstar2.learner.sft_loss import LossOf, SftRow, mean_logprob_loss
 from rstar2.learner.tolerance import probe_tolerance
+from rstar2.malloc import limit_freed_memory
 from rstar2.types import Batch, TokenValues
 
 MAX_SKIPPED = 5
@@ -132,6 +133,7 @@ class Learner:
             self._minibatches.append(minibatch)
             loss_of = minibatch.loss_of(loss, tokens, sequences, self.device)
             norms.append(self._update(packs, loss_of, stats, temperature))
+        limit_freed_memory()
         metrics = self._reduced(stats).metrics(loss)
         return metrics | self._step_metrics(norms, rate, plans)
 
