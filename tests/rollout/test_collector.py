@@ -85,9 +85,11 @@ async def test_the_same_groups_whatever_finishes_first() -> None:
 
 @pytest.mark.parametrize("solved", [0.5, 0.8, 0.9])
 async def test_refills_that_start_early_change_no_step(solved: float) -> None:
-    async def three_steps(timing: int, *, ahead: bool) -> tuple[list[CollectedStep], int]:
+    async def three_steps(timing: int, *, early: bool) -> tuple[list[CollectedStep], int]:
         runner = DiceRunner(timing, solved=solved)
-        collector = Collector(runner, problems(50), RL, STAGE, seed=7, teaches=teaches, ahead=ahead)
+        collector = Collector(
+            runner, problems(50), RL, STAGE, seed=7, teaches=teaches, refills_early=early
+        )
         steps: list[CollectedStep] = []
         for step in (1, 2, 3):
             position = steps[-1].position if steps else 0
@@ -97,10 +99,10 @@ async def test_refills_that_start_early_change_no_step(solved: float) -> None:
         assert len(runner.seeds) == sum(len(step.drawn) for step in steps) + surplus
         return [replace(step, surplus=0) for step in steps], runner.most
 
-    expected, most = await three_steps(0, ahead=False)
+    expected, most = await three_steps(0, early=False)
     assert most == 4
     for timing in range(1, 12):
-        steps, most = await three_steps(timing, ahead=True)
+        steps, most = await three_steps(timing, early=True)
         assert steps == expected
     if solved == 0.9:
         assert most > 4, "engines are filled with refills that will be needed"

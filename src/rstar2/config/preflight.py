@@ -136,7 +136,7 @@ def check_descriptors(recipe: Recipe, limit: int) -> None:
     turns = engines * engine.max_sequences
     filters = any(stage.difficulty is not None for stage in recipe.rl.stages)
     if recipe.rl.stages and not filters:  # a filter keeps all engines full
-        in_flight = recipe.rl.prompts_per_step * recipe.rl.roc.drawn * (1 + recipe.rl.staleness)
+        in_flight = recipe.groups_in_flight * recipe.rl.roc.drawn
         turns = min(turns, max(in_flight, recipe.evaluation.count * recipe.evaluation.samples))
     if turns + RESERVED_DESCRIPTORS > limit:
         raise UserError(

@@ -424,3 +424,16 @@ class Recipe(Section):
     record: RecordConfig = RecordConfig()
     cluster: ClusterConfig | None = None
     """null runs everything on this machine."""
+
+    @property
+    def refills_early(self) -> bool:
+        """Whether a step's refills start before it is known that they are needed.
+
+        With staleness later steps keep the engines full. Deterministic runs draw in one order.
+        """
+        return not self.rl.staleness and not self.deterministic
+
+    @property
+    def groups_in_flight(self) -> int:
+        """Most groups that are collected at once."""
+        return self.rl.prompts_per_step * (self.rl.refill if self.refills_early else 1)

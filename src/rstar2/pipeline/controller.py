@@ -294,7 +294,6 @@ def make_collector(
         if step == lookahead.step:
             training.view.progress(done, total, "groups")
 
-    ahead = not rl.staleness and not training.recipe.deterministic
     collector = Collector(
         runtime.runner,
         problems,
@@ -304,8 +303,8 @@ def make_collector(
         teaches=group_teaches,
         on_progress=on_progress,
         version=lambda: runtime.fleet.scheduler.version,
-        slot=GroupSlots(rl.prompts_per_step * (rl.refill if ahead else 1)).acquire,
-        ahead=ahead,
+        slot=GroupSlots(training.recipe.groups_in_flight).acquire,
+        refills_early=training.recipe.refills_early,
     )
     lookahead = LookaheadCollector(
         collector,
