@@ -85,10 +85,10 @@ async def test_the_same_groups_whatever_finishes_first() -> None:
 
 @pytest.mark.parametrize("solved", [0.5, 0.8, 0.9])
 async def test_refills_that_start_early_change_no_step(solved: float) -> None:
-    async def three_steps(timing: int, *, early: bool) -> tuple[list[CollectedStep], int]:
+    async def three_steps(timing: int, *, below: int) -> tuple[list[CollectedStep], int]:
         runner = DiceRunner(timing, solved=solved)
         collector = Collector(
-            runner, problems(50), RL, STAGE, seed=7, teaches=teaches, refills_early=early
+            runner, problems(50), RL, STAGE, seed=7, teaches=teaches, refill_below=below
         )
         steps: list[CollectedStep] = []
         for step in (1, 2, 3):
@@ -99,17 +99,19 @@ async def test_refills_that_start_early_change_no_step(solved: float) -> None:
         assert len(runner.seeds) == sum(len(step.drawn) for step in steps) + surplus
         return [replace(step, surplus=0) for step in steps], runner.most
 
-    expected, most = await three_steps(0, early=False)
+    expected, most = await three_steps(0, below=0)
     assert most == 4
     for timing in range(1, 12):
-        steps, most = await three_steps(timing, early=True)
+        steps, most = await three_steps(timing, below=9)
         assert steps == expected
     if solved == 0.9:
-        assert most > 4, "engines are filled with refills that will be needed"
+        assert 4 < most <= 9, "engines are filled with refills that will be needed"
+        assert (await three_steps(0, below=5))[1] == 5
 
 
 def test_draws_ahead_by_hand() -> None:
     assert draws_ahead(12, 1.0) == 12
+    assert draws_ahead(0, 0.5) == 0
     # 24 draws are expected, give or take sqrt(12 x 0.5) / 0.5 = 4.9
     assert draws_ahead(12, 0.5) == 19
     assert draws_ahead(1, 0.5) == 1, "two are expected, give or take 1.4"

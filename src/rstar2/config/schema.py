@@ -426,14 +426,19 @@ class Recipe(Section):
     """null runs everything on this machine."""
 
     @property
-    def refills_early(self) -> bool:
-        """Whether a step's refills start before it is known that they are needed.
+    def refill_below(self) -> int:
+        """A step's refills start early while fewer groups than this are in flight; 0 is never.
 
-        With staleness later steps keep the engines full. Deterministic runs draw in one order.
+        They use sequence slots of engines that are free otherwise. With staleness later steps use
+        those, and deterministic runs draw in one order.
         """
-        return not self.rl.staleness and not self.deterministic
+        rl, engine = self.rl, self.engine
+        if rl.staleness or self.deterministic:
+            return 0
+        slots = (len(engine.urls) or engine.count) * engine.max_sequences
+        return min(slots // rl.roc.drawn, rl.prompts_per_step * rl.refill)
 
     @property
     def groups_in_flight(self) -> int:
         """Most groups that are collected at once."""
-        return self.rl.prompts_per_step * (self.rl.refill if self.refills_early else 1)
+        return max(self.rl.prompts_per_step, self.refill_below)

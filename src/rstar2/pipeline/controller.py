@@ -304,7 +304,7 @@ def make_collector(
         on_progress=on_progress,
         version=lambda: runtime.fleet.scheduler.version,
         slot=GroupSlots(training.recipe.groups_in_flight).acquire,
-        refills_early=training.recipe.refills_early,
+        refill_below=training.recipe.refill_below,
     )
     lookahead = LookaheadCollector(
         collector,

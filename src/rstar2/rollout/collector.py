@@ -7,8 +7,8 @@ Invariants
 - The problems of a step are the shortest run of the order, from `position` on, that holds P groups
   worth learning from (or `refill` x P problems, if that comes first). Which these are depends on
   the rewards alone and not on which group finishes first, so a resumed step draws the same problems
-  again. With `refills_early` refills start before it is known that they are needed (`draws_ahead`),
-  so that engines stay full; groups that turn out not to be needed are left out and counted.
+  again. Refills start before it is known that they are needed (`draws_ahead`), so that engines stay
+  full; groups that turn out not to be needed are left out and counted.
 - Seeds derive from (recipe seed, stage, step, problem, rollout), so a group's rollouts do not
   depend on when or where they were run.
 - With staleness, several steps are collected at once, so none may depend on how many problems
@@ -105,6 +105,8 @@ def draws_ahead(missing: int, share: float) -> int:
     needed, with a standard deviation of sqrt(missing (1 - share)) / share. One standard deviation
     fewer are in flight: hardly any of them is drawn in vain.
     """
+    if missing <= 0:
+        return 0
     spread = math.sqrt(missing * (1.0 - share))
     return max(missing, math.floor((missing - spread) / share))
 
@@ -114,8 +116,8 @@ class Collector:
 
     `teaches(step, group)` decides, without side effects, whether a group is worth learning from;
     the collector draws another problem for each group that is not. `on_progress(step, done, total)`
-    is called after every group. `slot(step)` is held while a group runs. `refills_early`: see
-    `Recipe.refills_early`.
+    is called after every group. `slot(step)` is held while a group runs. Refills start early while
+    fewer than `refill_below` groups are in flight.
     """
 
     def __init__(
@@ -130,13 +132,13 @@ class Collector:
         on_progress: Callable[[int, int, int], None] = lambda step, done, total: None,
         version: Callable[[], WeightVersion] = lambda: 0,
         slot: Callable[[int], AbstractAsyncContextManager[None]] = lambda step: nullcontext(),
-        refills_early: bool = False,
+        refill_below: int = 0,
     ) -> None:
         self.runner = runner
         self.problems = problems
         self.rl, self.stage, self.seed = rl, stage, seed
         self.teaches, self.on_progress = teaches, on_progress
-        self.version, self.slot, self.refills_early = version, slot, refills_early
+        self.version, self.slot, self.refill_below = version, slot, refill_below
         self.order = ProblemOrder(len(problems), seed=seed, stage=stage.name)
         self.refills = ProblemOrder(len(problems), seed=seed, stage=f"{stage.name}/refill")
         self.spec = RolloutSpec(rl.sampling, stage.max_length, stage.max_turns)
@@ -150,13 +152,12 @@ class Collector:
         """
         wanted = self.rl.prompts_per_step
         cap = wanted * self.rl.refill
-        share = self._share if self.refills_early else 1.0
         drawn: dict[int, DrawnGroup] = {}
         tasks: dict[asyncio.Task[DrawnGroup], int] = {}
         try:
             while (end := _end(drawn, wanted, cap)) is None:
                 missing = wanted - sum(d.used for d in drawn.values())
-                at_once = draws_ahead(missing, share) if missing > 0 else 0
+                at_once = max(missing, min(draws_ahead(missing, self._share), self.refill_below))
                 for ordinal in range(len(drawn) + len(tasks), min(cap, len(drawn) + at_once)):
                     task = asyncio.ensure_future(self._draw(step, position, ordinal))
                     tasks[task] = ordinal
