@@ -373,6 +373,25 @@ def test_stale_engines_get_nothing_until_updated() -> None:
     assert placed(made) == {"g/1": "e0"}
 
 
+def test_the_list_of_serving_engines_follows_every_change() -> None:
+    made = scheduler(100, 100, 100)
+
+    def serving() -> list[str]:
+        assert made.state.serving == [e for e in made.engines if made.state.serves(e)]
+        return made.state.serving
+
+    assert serving() == ["e0", "e1", "e2"]
+    made.drain("e1")
+    assert serving() == ["e0", "e2"]
+    made.engine_lost("e0")
+    assert serving() == ["e2"]
+    made.require(1)
+    assert serving() == []
+    made.weights_updated("e2", 1)
+    made.join("e0", capacity(100), 1)
+    assert serving() == ["e2", "e0"]
+
+
 def test_lost_engine_hands_its_turns_back() -> None:
     made = scheduler(200, 200)
     for index in range(4):

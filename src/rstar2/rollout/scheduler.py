@@ -67,6 +67,7 @@ class Scheduler:
         if engine in self.state.engines:
             raise InvariantError(f"engine {engine} joined twice")
         self.state.engines[engine] = EngineState(KvBudget(capacity), version)
+        self.state.engines_changed()
         self.state.speeds[engine] = EngineSpeed()
         self._unmeasured.add(engine)
         self._assume_speeds()
@@ -75,14 +76,17 @@ class Scheduler:
     def weights_updated(self, engine: str, version: WeightVersion) -> None:
         """The engine now serves these weights."""
         self.state.engines[engine].version = version
+        self.state.engines_changed()
 
     def require(self, version: WeightVersion) -> None:
         """Only engines that serve `version` get turns from now on."""
         self.state.version = version
+        self.state.engines_changed()
 
     def drain(self, engine: str) -> None:
         """The engine finishes its turns and gets no new ones; call `engine_lost` afterwards."""
         self.state.engines[engine].draining = True
+        self.state.engines_changed()
 
     def engine_lost(self, engine: str) -> tuple[str, ...]:
         """The engine died or was removed: its reservations end, its running turns wait again.

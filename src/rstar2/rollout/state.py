@@ -267,6 +267,8 @@ class SchedulerState:
         self.version: WeightVersion = 0
         """The required weights: engines that serve other weights are stale."""
         self.engines: dict[str, EngineState] = {}
+        self.serving: list[str] = []
+        """The engines that may get turns: they have the required weights and are not draining."""
         self.sessions: dict[str, SessionState] = {}
         self.evictions: list[Eviction] = []
         self.speeds: dict[str, EngineSpeed] = {}
@@ -287,16 +289,14 @@ class SchedulerState:
     def serves(self, engine: str) -> bool:
         """Whether the engine may get turns: it has the required weights and is not draining."""
         known_engine = self.engines.get(engine)
-        return (
-            known_engine is not None
-            and known_engine.version == self.version
-            and not known_engine.draining
-        )
+        return known_engine is not None and self._may_serve(known_engine)
 
-    @property
-    def serving(self) -> list[str]:
-        version = self.version
-        return [n for n, e in self.engines.items() if e.version == version and not e.draining]
+    def _may_serve(self, engine: EngineState) -> bool:
+        return engine.version == self.version and not engine.draining
+
+    def engines_changed(self) -> None:
+        """List the engines that serve again: every decision looks at them, they rarely change."""
+        self.serving = [name for name, e in self.engines.items() if self._may_serve(e)]
 
     def estimated_completion(self, session: SessionState) -> int:
         """Completion tokens that the session has by now, estimated from the engine's steps."""
@@ -455,6 +455,7 @@ class SchedulerState:
     def remove_engine(self, engine_name: str) -> list[str]:
         """Remove an engine; returns the sessions whose running turns must run again."""
         engine = self.engines.pop(engine_name)
+        self.engines_changed()
         for name in engine.resident:
             self.sessions[name].engine = None
         for _, rank, name in self._begun.pop(engine_name, []):
