@@ -31,6 +31,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -148,8 +149,7 @@ class LengthModel:
 # --------------------------------------------------------------------------- KV use
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutProgress:
+class RolloutProgress(NamedTuple):
     """The current size of one rollout, in tokens."""
 
     prompt: int
@@ -198,10 +198,7 @@ def kv_demands(
 ) -> KvDemand:
     """KV demand over the next POINTS intervals of `width` steps, one row per rollout."""
     starts = np.arange(POINTS, dtype=np.int64) * width
-    prompt = np.array([r.prompt for r in rollouts], dtype=np.int64)[:, None]
-    completion = np.array([r.completion for r in rollouts], dtype=np.int64)[:, None]
-    limit = np.array([r.limit for r in rollouts], dtype=np.int64)[:, None]
-    shared = np.array([r.shared for r in rollouts], dtype=np.int64)[:, None]
+    prompt, completion, limit, shared = np.array(rollouts, dtype=np.int64).T[:, :, None]
     now = prompt + completion + starts
     alive = np.where(now < limit, lengths.survival(completion, starts), 0.0)
     # rollouts that share the prompt may end first: assume the same survival probability for them
@@ -270,9 +267,13 @@ class KvForecast:
         over = room + 0.5  # tokens are whole
         full = ndtr((self.mean + more.mean - over) / deviation)
         fuller = full - ndtr((self.mean - over) / np.sqrt(before))
-        ends = -np.diff(self.alive + more.alive, append=0.0)
-        size = (self.mean + more.mean) / np.maximum(self.alive + more.alive, 1e-9)
+        alive = self.alive + more.alive
+        ends = alive.copy()
+        ends[:-1] -= alive[1:]
+        size = (self.mean + more.mean) / np.maximum(alive, 1e-9)
         until = np.maximum.accumulate(full)
         steps = self.width * float(more.alive @ (1.0 - until))
-        lost = float(more.mean @ np.diff(until, prepend=0.0))
+        preempted = until.copy()
+        preempted[1:] -= until[:-1]
+        lost = float(more.mean @ preempted)
         return steps, lost + again * float(np.maximum(fuller, 0.0) @ (ends * size))
