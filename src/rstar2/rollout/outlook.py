@@ -13,6 +13,8 @@ from rstar2.rollout.speed import EngineSpeed
 from rstar2.rollout.state import EngineState, SchedulerState, TurnRequest
 
 TURN_SMOOTHING = 0.02
+SLOW = 1.5
+"""An engine is slow if its steps take this many times as long as those of the fastest."""
 LATE = 0.1
 """A rollout counts as ended when it is expected to run with at most this probability."""
 
@@ -38,9 +40,12 @@ class EngineOutlook:
     """The waiting turn that was last found not to move; looked at again after a report."""
     total: int = field(init=False)
     """Tokens that its cache can hold."""
+    slots: int = field(init=False)
+    """Sequences that it can run at once."""
 
     def __post_init__(self) -> None:
         self.total = self.engine.budget.total
+        self.slots = self.engine.budget.capacity.max_sequences
 
     @property
     def room(self) -> float:
@@ -58,7 +63,8 @@ class EngineOutlook:
     @property
     def drain_s(self) -> float:
         """Seconds until its rollouts are done, if they fill the cache to the end."""
-        return self.forecast.work / self.total * self.step_s
+        work = self.forecast.work
+        return work / self.total * self.step_s if work else 0.0
 
     @property
     def pace(self) -> tuple[float, float]:
@@ -104,9 +110,8 @@ class UsualRollout:
 
     def batch(self, state: SchedulerState, outlook: EngineOutlook) -> float:
         """Rollouts that the engine usually runs: those whose mean size fills its cache."""
-        capacity = outlook.engine.budget.capacity
-        most = min(capacity.max_sequences, len(state.sessions) / len(state.engines))
-        return max(1.0, min(most, outlook.total / self.size))
+        each = len(state.sessions) / len(state.engines)
+        return max(1.0, min(each, outlook.slots, outlook.total / self.size))
 
     def step_s(self, state: SchedulerState, outlook: EngineOutlook) -> float:
         """Seconds of a step with as many rollouts as the engine usually runs."""
@@ -123,16 +128,45 @@ class UsualRollout:
         width = outlooks[0].forecast.width
         work = demand.mean_sum * width * max(1, state.new)
         rate, least, wait = 0.0, inf, inf
-        for outlook in outlooks:
-            step_s, here = self.step_s(state, outlook), outlook.forecast.work
+        each, size = len(state.sessions) / len(state.engines), self.size
+        for outlook in outlooks:  # as `step_s`, without what is the same for all engines
+            total, here = outlook.total, outlook.forecast.work
+            batch = max(1.0, min(each, outlook.slots, total / size))
+            step_s = outlook.speed.seconds(batch, batch * size)
             work += here
-            rate += outlook.total / step_s
-            least = min(least, here / outlook.total * step_s)
+            rate += total / step_s
+            least = min(least, here / total * step_s)
             if wait:
                 room_in = outlook.forecast.steps_until_room(demand, outlook.room)
                 wait = min(wait, room_in * step_s)
         steps = width * float(np.count_nonzero(demand.alive > LATE))
         return FleetOutlook(work / rate, least, wait, steps)
+
+    def ends_last(
+        self, state: SchedulerState, step_s: float, fleet: FleetOutlook, done_s: float
+    ) -> bool:
+        """Whether a new rollout that waits for room would end after the others are done."""
+        return fleet.wait_s + fleet.steps * step_s + self.tools_s(state) > done_s
+
+    def too_late(
+        self,
+        state: SchedulerState,
+        outlook: EngineOutlook,
+        outlooks: Sequence[EngineOutlook],
+        fleet: FleetOutlook,
+    ) -> bool:
+        """Whether this engine would finish a new rollout after the others could be done."""
+        if len(state.engines) < 2:
+            return False
+        step_s = self.step_s(state, outlook)
+        drain_s = outlook.forecast.work / outlook.total * step_s
+        if drain_s > fleet.least_s and drain_s > fleet.done_s:
+            return True
+        if fleet.steps * step_s <= fleet.done_s:
+            return False
+        batch = self.batch(state, outlook)
+        fastest = min(o.speed.seconds(batch, batch * self.size) for o in outlooks)
+        return fleet.steps * step_s > SLOW * fleet.steps * fastest
 
 
 def shared_prompts(state: SchedulerState, engine: EngineState, used: int) -> float:

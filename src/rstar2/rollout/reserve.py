@@ -79,8 +79,6 @@ CHURN = 0.25
 """The part of a preempted rollout's tokens that is no longer cached when it resumes."""
 SHORT = 0.8
 """Above this share of the cache at the expected peak, prefixes of waiting rollouts are evicted."""
-SLOW = 1.5
-"""An engine is slow if its steps take this many times as long as those of the fastest."""
 UNEVEN = 1.15
 """A turn moves only to an engine that is expected to finish it this many times sooner."""
 FEWEST_STEPS_TO_MOVE = 50
@@ -206,7 +204,7 @@ class ReservePolicy:
             here.stays = name
             return placement
         self._extend_to(session.request.limit)
-        open_ = [self._outlook(state, e) for e in state.serving if self._open(state, e, session)]
+        open_ = [self._outlook(state, e) for e in _open(state, session.request.limit)]
         targets = [outlook for outlook in open_ if self._has_room(state, session, outlook)]
         if not targets:
             return None
@@ -247,22 +245,23 @@ class ReservePolicy:
         request = session.request
         self._extend_to(request.limit)
         outlooks = [self._outlook(state, engine) for engine in state.serving]
-        homeless = state.next_begun(None)
+        homeless, limit = state.next_begun(None), request.limit
         candidates = [
             (outlook.drain_s, len(outlook.demands), place)
             for place, outlook in enumerate(outlooks)
-            if outlook.engine.has_slot and request.limit <= outlook.total
+            if len(outlook.engine.running) < outlook.slots and limit <= outlook.total
             if outlook.refused is None or outlook.refused != request
             if self._takes_new(state, session, outlook, homeless)
         ]
-        demand, fleet = None, None
-        for _, _, place in sorted(candidates):
-            outlook = outlooks[place]
-            if demand is None or fleet is None:
-                demand = self._new_demand(session, outlook)
-                fleet = self._usual.fleet(state, outlooks, demand)
+        if not candidates:
+            return None
+        heapify(candidates)  # the first one mostly takes it
+        demand = self._new_demand(session, outlooks[candidates[0][2]])
+        fleet = self._usual.fleet(state, outlooks, demand)
+        while candidates:
+            outlook = outlooks[heappop(candidates)[2]]
             pays = self._new_first or self._pays(state, outlook, demand, fleet)
-            if pays and not self._too_late(state, outlook, fleet):
+            if pays and not self._usual.too_late(state, outlook, outlooks, fleet):
                 return self._start(state, name, outlook, demand)
             outlook.refused = request
         return None
@@ -309,18 +308,7 @@ class ReservePolicy:
         turn_s = steps * step_s / self._usual.batch(state, fastest)
         cached = sum(o.total for o in outlooks) / max(1.0, len(state.sessions) * self._usual.size)
         again_s = max(0.0, 1.0 - cached) * self._usual.size * fastest.speed.prefill_s
-        return self._ends_last(state, step_s, fleet, fleet.done_s * (1.0 + again_s / turn_s))
-
-    def _ends_last(
-        self, state: SchedulerState, step_s: float, fleet: FleetOutlook, done_s: float
-    ) -> bool:
-        """Whether a new rollout that waits for room would end after the others are done."""
-        return fleet.wait_s + fleet.steps * step_s + self._usual.tools_s(state) > done_s
-
-    def _open(self, state: SchedulerState, engine_name: str, session: SessionState) -> bool:
-        """Whether the engine has a sequence slot and could hold the rollout alone."""
-        engine = state.engines[engine_name]
-        return engine.has_slot and session.request.limit <= engine.budget.total
+        return self._usual.ends_last(state, step_s, fleet, fleet.done_s * (1.0 + again_s / turn_s))
 
     def _pays(
         self, state: SchedulerState, outlook: EngineOutlook, demand: KvDemand, fleet: FleetOutlook
@@ -332,24 +320,9 @@ class ReservePolicy:
         speed = outlook.speed
         usual_s = self._usual.step_s(state, outlook)
         saved_s = steps * speed.step_s / self._usual.batch(state, outlook)
-        if self._ends_last(state, usual_s, fleet, fleet.done_s):
+        if self._usual.ends_last(state, usual_s, fleet, fleet.done_s):
             saved_s += min(fleet.wait_s, steps * usual_s)
         return saved_s > lost * speed.prefill_s
-
-    def _too_late(self, state: SchedulerState, outlook: EngineOutlook, fleet: FleetOutlook) -> bool:
-        """Whether this engine would finish the rollout after the others could be done."""
-        if len(state.engines) < 2:
-            return False
-        step_s = self._usual.step_s(state, outlook)
-        drain_s = outlook.forecast.work / outlook.total * step_s
-        if drain_s > fleet.least_s and drain_s > fleet.done_s:
-            return True
-        if fleet.steps * step_s <= fleet.done_s:
-            return False
-        batch = self._usual.batch(state, outlook)
-        speeds = (state.speeds[name] for name in state.serving)
-        fastest = min(speed.seconds(batch, batch * self._usual.size) for speed in speeds)
-        return fleet.steps * step_s > SLOW * fleet.steps * fastest
 
     def _move(self, state: SchedulerState, name: str, home: str) -> Placement | None:
         """Move a turn to an engine that finishes it much sooner, once no new rollout is left."""
@@ -365,8 +338,8 @@ class ReservePolicy:
         stay = max(steps * here.step_s, here.drain_s)
         if stay < UNEVEN * steps * min(state.speeds[e].step_s for e in state.serving):
             return None  # not even an empty engine would be so much faster
-        open_ = (e for e in state.serving if e != home and self._open(state, e, session))
-        others = (self._outlook(state, engine) for engine in open_)
+        open_ = _open(state, session.request.limit)
+        others = (self._outlook(state, engine) for engine in open_ if engine != home)
         target = min(others, key=lambda o: o.pace, default=None)
         if target is None:
             return None
@@ -412,11 +385,12 @@ class ReservePolicy:
         progress = _progress(session, session.completion, outlook)
         block = outlook.engine.budget.capacity.block_tokens
         key = (self.lengths.tables, self._width, block, progress)
-        if key not in self._kept_demands:
+        demand = self._kept_demands.get(key)
+        if demand is None:
             if len(self._kept_demands) >= KEPT_DEMANDS:
                 self._kept_demands.clear()
-            self._kept_demands[key] = self._demands([progress], outlook).row(0)
-        return self._kept_demands[key]
+            demand = self._kept_demands[key] = self._demands([progress], outlook).row(0)
+        return demand
 
     def _demands(self, rollouts: list[RolloutProgress], outlook: EngineOutlook) -> KvDemand:
         block = outlook.engine.budget.capacity.block_tokens
@@ -464,19 +438,23 @@ class ReservePolicy:
         """Evict sessions whose tools run for longer than pays, where the cache is short."""
         evicted = False
         kept: list[tuple[float, str]] = []
+        short: dict[str, bool] = {}
         while self._idle:
             since, name = self._idle[0]
             session = state.sessions.get(name)
             idle = session is not None and session.phase is Phase.HOLDING
             if session is not None and idle and session.holding_since == since:
                 home = session.engine
-                if home is not None and not self._short(state, home):
+                if home is not None and home not in short:
+                    short[home] = self._short(state, home)
+                if home is not None and not short[home]:
                     kept.append((since, name))
                 elif home is not None:
                     fill_s = state.speeds[home].prefill_s * state.engines[home].budget.total
                     if since + state.waits.hold_s(fill_s, self.hold_s) > now:
                         break
                     self._evict(state, name)
+                    del short[home]
                     evicted = True
             self._idle.popleft()
         self._idle.extendleft(reversed(kept))
@@ -492,6 +470,12 @@ class ReservePolicy:
         assert engine is not None
         state.evict(name)
         self.session_left(state, name, engine)
+
+
+def _open(state: SchedulerState, limit: int) -> list[str]:
+    """The engines with a sequence slot that could hold a rollout of this length alone."""
+    engines = state.engines
+    return [n for n in state.serving if (e := engines[n]).has_slot and limit <= e.budget.total]
 
 
 def _progress(session: SessionState, completion: int, outlook: EngineOutlook) -> RolloutProgress:
