@@ -282,6 +282,8 @@ class Fleet:
     def _dispatch(self) -> None:
         """Carry out the scheduler's decision: evictions, then placements."""
         decision = self.scheduler.decide(monotonic())
+        if not decision.placements and not decision.evictions:
+            return
         touched = {e.engine for e in decision.evictions} | {p.engine for p in decision.placements}
         for engine in touched:
             self._update_meter(engine)

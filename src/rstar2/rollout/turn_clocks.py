@@ -17,11 +17,10 @@ turn ended, no token was sampled, no engine joined.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from time import monotonic
+from types import TracebackType
 
 from rstar2.errors import DeadlineError, InfrastructureError
 from rstar2.types import EngineLoad
@@ -33,16 +32,35 @@ class StallError(InfrastructureError):
 
 @dataclass(slots=True, eq=False)
 class TurnClock:
-    """The deadline of one turn."""
+    """The deadline of one turn. Entered, it bounds the time of everything inside: that raises
+    StallError or DeadlineError."""
 
     session: str
     deadline_s: float
-    timeout: asyncio.Timeout
+    clocks: TurnClocks
+    timeout: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
     requested: float = field(default_factory=monotonic)
     engine: str | None = None
     sent: float = 0.0
     started: bool = False
     error: InfrastructureError | None = None
+
+    async def __aenter__(self) -> TurnClock:
+        await self.timeout.__aenter__()
+        self.clocks.entered(self)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.clocks.left(self)
+        try:
+            await self.timeout.__aexit__(kind, error, trace)
+        except TimeoutError:
+            raise self.why() from None
 
     def start(self) -> None:
         """An engine has started on the turn: its deadline runs from now on."""
@@ -78,22 +96,18 @@ class TurnClocks:
         self.progress = 0.0
         """When the fleet last made progress."""
 
-    @asynccontextmanager
-    async def bound(self, session: str, deadline_s: float) -> AsyncIterator[TurnClock]:
-        """Bound the time of everything inside; raises StallError or DeadlineError."""
-        clock = TurnClock(session, deadline_s, asyncio.timeout(None))
-        try:
-            async with clock.timeout:
-                self._clocks[session] = clock
-                try:
-                    yield clock
-                finally:
-                    del self._clocks[session]
-                    self._forget(clock)
-        except TimeoutError:
-            if not clock.timeout.expired():
-                raise
-            raise clock.why() from None
+    def bound(self, session: str, deadline_s: float) -> TurnClock:
+        """The clock of a turn, to be entered."""
+        return TurnClock(session, deadline_s, self)
+
+    def entered(self, clock: TurnClock) -> None:
+        """The turn was submitted."""
+        self._clocks[clock.session] = clock
+
+    def left(self, clock: TurnClock) -> None:
+        """The turn has ended, well or not."""
+        del self._clocks[clock.session]
+        self._forget(clock)
 
     def sent(self, clock: TurnClock, engine: str) -> None:
         """The turn was sent to an engine."""
