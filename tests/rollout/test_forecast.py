@@ -133,3 +133,16 @@ def test_room_comes_with_the_first_interval_after_which_it_lasts() -> None:
     assert forecast.steps_until_room(more, 20.0) == 20
     assert forecast.steps_until_room(more, 23.0) == 0
     assert forecast.steps_until_room(more, 18.0) == 40
+
+
+def test_what_is_never_full_costs_nothing() -> None:
+    """A mean of 60 with a deviation of 0.5: 40 deviations above it are 80 tokens."""
+    forecast = KvForecast(width=10, made_at=0, table=0)
+    forecast.add(KvDemand(np.full(POINTS, 50.0), np.full(POINTS, 0.16), np.ones(POINTS)))
+    more = KvDemand(np.full(POINTS, 10.0), np.full(POINTS, 0.09), np.ones(POINTS))
+    assert forecast.never_full(more, 80.1)
+    assert not forecast.never_full(more, 79.9)
+    assert forecast.if_added(more, 80.1, again=2.0) == (10 * POINTS, 0.0)
+    steps, lost = forecast.if_added(more, 61.0, again=2.0)
+    assert steps < 10 * POINTS
+    assert lost > 0

@@ -31,6 +31,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from math import sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +41,8 @@ from scipy.special import ndtr
 Array = npt.NDArray[np.float64]
 
 POINTS = 64
+CERTAIN = 40.0
+"""So many deviations below the mean, the normal distribution is 0 in a float of eight bytes."""
 
 
 # --------------------------------------------------------------------------- lengths
@@ -179,13 +182,20 @@ class KvDemand:
         return float(self.mean.sum())
 
     @cached_property
+    def most(self) -> tuple[float, float]:
+        """The largest mean and the largest variance of an interval."""
+        return float(self.mean.max()), float(self.variance.max())
+
+    @cached_property
     def alive_sum(self) -> float:
         """The expected number of intervals that begin before the rollout ends."""
         return float(self.alive.sum())
 
-    def row(self, index: int) -> KvDemand:
-        """The demand of one rollout of several."""
-        return KvDemand(self.mean[index], self.variance[index], self.alive[index])
+    @property
+    def rows(self) -> list[KvDemand]:
+        """The demands of several rollouts, one by one."""
+        rows = zip(self.mean, self.variance, self.alive, strict=True)
+        return [KvDemand(*row) for row in rows]
 
     @property
     def total(self) -> KvDemand:
@@ -253,6 +263,12 @@ class KvForecast:
         if self.peak_mean + start <= room:
             return 0
         return self.width * int(np.flatnonzero(self.mean + start > room)[-1] + 1)
+
+    def never_full(self, more: KvDemand, room: float) -> bool:
+        """Whether `if_added` would give an overflow the probability 0, whatever the interval."""
+        mean, variance = more.most
+        deviation = sqrt(max(0.01, float(self.variance.max())) + variance)
+        return self.peak_mean + mean + CERTAIN * deviation < room
 
     def if_added(self, more: KvDemand, room: float, again: float) -> tuple[float, float]:
         """What a rollout is expected to gain and to cost if it is added last.

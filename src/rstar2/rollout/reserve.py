@@ -314,7 +314,7 @@ class ReservePolicy:
         self, state: SchedulerState, outlook: EngineOutlook, demand: KvDemand, fleet: FleetOutlook
     ) -> bool:
         """Whether the rollout saves more time than it costs; an empty engine takes any."""
-        if not outlook.demands:
+        if not outlook.demands or outlook.forecast.never_full(demand, outlook.room):
             return True
         steps, lost = outlook.forecast.if_added(demand, outlook.room, CHURN * self._usual.turns)
         speed = outlook.speed
@@ -389,7 +389,7 @@ class ReservePolicy:
         if demand is None:
             if len(self._kept_demands) >= KEPT_DEMANDS:
                 self._kept_demands.clear()
-            demand = self._kept_demands[key] = self._demands([progress], outlook).row(0)
+            demand = self._kept_demands[key] = self._demands([progress], outlook).rows[0]
         return demand
 
     def _demands(self, rollouts: list[RolloutProgress], outlook: EngineOutlook) -> KvDemand:
@@ -422,7 +422,7 @@ class ReservePolicy:
         progress = [_progress(s, state.estimated_completion(s), outlook) for s in sessions]
         if names:
             demand = self._demands(progress, outlook)
-            outlook.demands = {name: demand.row(index) for index, name in enumerate(names)}
+            outlook.demands = dict(zip(names, demand.rows, strict=True))
             forecast.add(demand.total)
             budget = engine.budget
             available = budget.total - len(names)  # every session keeps at least one token
