@@ -79,8 +79,6 @@ class FleetOutlook:
 
     done_s: float
     """Seconds until everything could be done."""
-    least_s: float
-    """Seconds until the first engine is done with what it has."""
     wait_s: float
     """Seconds until the first engine is expected to have room for another rollout."""
     steps: float
@@ -127,7 +125,7 @@ class UsualRollout:
         """
         width = outlooks[0].forecast.width
         work = demand.mean_sum * width * max(1, state.new)
-        rate, least, wait = 0.0, inf, inf
+        rate, wait = 0.0, inf
         each, size = len(state.sessions) / len(state.engines), self.size
         for outlook in outlooks:  # as `step_s`, without what is the same for all engines
             total, here = outlook.total, outlook.forecast.work
@@ -135,12 +133,15 @@ class UsualRollout:
             step_s = outlook.speed.seconds(batch, batch * size)
             work += here
             rate += total / step_s
-            least = min(least, here / total * step_s)
             if wait:
                 room_in = outlook.forecast.steps_until_room(demand, outlook.room)
                 wait = min(wait, room_in * step_s)
         steps = width * float(np.count_nonzero(demand.alive > LATE))
-        return FleetOutlook(work / rate, least, wait, steps)
+        return FleetOutlook(work / rate, wait, steps)
+
+    def _drain_s(self, state: SchedulerState, outlook: EngineOutlook) -> float:
+        """Seconds until the engine is done with what it has, in such steps."""
+        return outlook.forecast.work / outlook.total * self.step_s(state, outlook)
 
     def ends_last(
         self, state: SchedulerState, step_s: float, fleet: FleetOutlook, done_s: float
@@ -158,9 +159,8 @@ class UsualRollout:
         """Whether this engine would finish a new rollout after the others could be done."""
         if len(state.engines) < 2:
             return False
-        step_s = self.step_s(state, outlook)
-        drain_s = outlook.forecast.work / outlook.total * step_s
-        if drain_s > fleet.least_s and drain_s > fleet.done_s:
+        drain_s, step_s = self._drain_s(state, outlook), self.step_s(state, outlook)
+        if drain_s > fleet.done_s and any(self._drain_s(state, o) < drain_s for o in outlooks):
             return True
         if fleet.steps * step_s <= fleet.done_s:
             return False
