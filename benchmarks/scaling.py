@@ -162,7 +162,8 @@ async def measure(engines: int, rollouts: int) -> Measured:
     """Run one step's rollouts, all of them asked for at once, on engines in this process."""
     template, turns = script()
     made: list[Engine] = [ScriptedEngine(f"e{i}", turns) for i in range(engines)]
-    return await run_rollouts(made, template, rollouts, TURNS)
+    with rare_collections():  # as in a run
+        return await run_rollouts(made, template, rollouts, TURNS)
 
 
 async def measure_http(engines: int, rollouts: int) -> Measured:
