@@ -320,7 +320,8 @@ class RlConfig(Section):
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per batch; groups are never split."""
     refill: int = Field(2, ge=1)
-    """Draw at most refill x prompts_per_step problems to fill a batch."""
+    """Draw at most refill x prompts_per_step problems to fill a batch. Where engines have free
+    sequence slots, refills start before it is known that they are needed."""
     staleness: int = Field(0, ge=0)
     """Most weight updates between sampling a group and learning from it; 0 is on-policy, k lets
     collection run up to k steps ahead of the learner. With `deterministic`, collection does not
