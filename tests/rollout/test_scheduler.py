@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import random
+
 import pytest
 
 from rstar2.config import SchedulerConfig
 from rstar2.errors import EngineError, InvariantError
 from rstar2.rollout.scheduler import Scheduler, TurnRequest
-from rstar2.rollout.state import KvBudget
+from rstar2.rollout.state import KvBudget, Phase
 from rstar2.types import EngineCapacity, EngineLoad
 
 
@@ -428,3 +431,31 @@ def test_end_is_idempotent_and_releases_once() -> None:
     assert made.end("g/0") == "e0"
     assert made.end("g/0") is None
     assert made.budget("e0").reserved == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_oldest_waiting_turn_of_every_engine_is_known(seed: int) -> None:
+    """After every event, whatever moved, was evicted, ended or lost its engine since."""
+    rng, made = random.Random(seed), scheduler(90, 90, 90, policy="reserve")
+    state, names = made.state, [f"g{i}/{i}" for i in range(30)]
+    waited = 0
+    for now in range(600):
+        name = rng.choice(names)
+        phase = made.phase(name)
+        if phase is None:
+            ask(made, name, prompt=4, limit=60)
+        elif phase is Phase.HOLDING and rng.random() < 0.7:
+            ask(made, name, prompt=state.sessions[name].tokens + 2, limit=60)
+        elif phase is Phase.HOLDING:
+            made.end(name)
+        elif phase is Phase.RUNNING:
+            made.turn_ended(name, state.sessions[name].tokens + 3, now=float(now))
+        elif rng.random() < 0.02 and len(made.engines) > 1:
+            made.engine_lost(rng.choice(made.engines))
+        if rng.random() < 0.7:
+            made.decide(float(now))
+        for home in (None, *made.engines):
+            numbers = [s.queued_as for s in state.sessions.values() if s.begun and s.waits_at(home)]
+            assert state.oldest_turn(home) == min(numbers, default=math.inf)
+            waited += len(numbers)
+    assert waited > 600

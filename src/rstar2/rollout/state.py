@@ -105,6 +105,10 @@ class SessionState:
     def completion(self) -> int:
         return self.tokens - self.first_prompt
 
+    def waits_at(self, home: str | None) -> bool:
+        """Whether its turn waits with its prefix on `home`."""
+        return self.phase is Phase.WAITING and self.engine == home
+
 
 class KvBudget:
     """KV reservations of the sessions on one engine, in tokens."""
@@ -281,6 +285,8 @@ class SchedulerState:
         rollouts were left are in the order of their age, as are those without an engine; after them
         come those with the fewest tokens.
         """
+        self._numbers: dict[str | None, list[tuple[int, str]]] = {}
+        """The same turns, a heap for every engine by the number under which they were queued."""
         self._new: list[tuple[Rank, str]] = []
         self._turns = count(1)
 
@@ -329,6 +335,8 @@ class SchedulerState:
         if session.begun:
             queue = self._begun.setdefault(session.engine, [])
             heappush(queue, self._entry(session, name))
+            self.oldest_turn(session.engine)  # drops the numbers of turns that no longer wait
+            heappush(self._numbers.setdefault(session.engine, []), (session.queued_as, name))
         else:
             heappush(self._new, (session.rank, name))
 
@@ -355,6 +363,7 @@ class SchedulerState:
         # a turn that has moved may still have an entry with the engine that it left
         entries = sorted({(rank, name) for q in self._begun.values() for _, rank, name in q})
         self._begun.clear()
+        self._numbers.clear()
         return [name for rank, name in entries if self._current(rank, name)]
 
     def first_begun(self) -> list[tuple[Rank, str | None]]:
@@ -374,6 +383,7 @@ class SchedulerState:
                 return rank, name
             heappop(queue)
         self._begun.pop(home, None)
+        self._numbers.pop(home, None)
         return None
 
     def waits_for(self, home: str) -> bool:
@@ -382,12 +392,14 @@ class SchedulerState:
 
     def oldest_turn(self, home: str | None) -> float:
         """The number of the waiting turn with its prefix on `home` that was queued first."""
-        numbers = (
-            self.sessions[name].queued_as
-            for _, rank, name in self._begun.get(home, ())
-            if self._current(rank, name) and self.sessions[name].engine == home
-        )
-        return min(numbers, default=inf)
+        numbers = self._numbers.get(home, [])
+        while numbers:
+            number, name = numbers[0]
+            session = self.sessions.get(name)
+            if session is not None and session.queued_as == number and session.waits_at(home):
+                return number
+            heappop(numbers)
+        return inf
 
     @property
     def new(self) -> int:
@@ -458,6 +470,7 @@ class SchedulerState:
         self.engines_changed()
         for name in engine.resident:
             self.sessions[name].engine = None
+        self._numbers.pop(engine_name, None)
         for _, rank, name in self._begun.pop(engine_name, []):
             if self._current(rank, name):
                 self.enqueue(name)
