@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from rstar2.config import load_recipe
+from rstar2.config import Recipe, SchedulerConfig, load_recipe
 from rstar2.errors import EngineError
 from rstar2.http_client import LocalResourceError
-from rstar2.pipeline.runtime import Runtime
+from rstar2.pipeline.runtime import Runtime, scheduling
 
 
 class Part:
@@ -66,3 +66,13 @@ async def test_an_engine_that_cannot_be_reached_for_a_moment_is_not_ended(
     runtime.recipe = load_recipe("tiny").recipe
     await runtime._or_end({engine: engine.sleep})
     assert engine.aborts == aborts
+
+
+def test_short_turns_move_only_between_engines_that_are_not_embedded() -> None:
+    recipe = Recipe(name="r")
+    assert scheduling(recipe).move_steps == 256
+    assert scheduling(recipe.model_copy(update={"deterministic": True})).policy == "worst_case"
+    asked = recipe.model_copy(update={"scheduler": SchedulerConfig(move_steps=7)})
+    assert scheduling(asked).move_steps == 7
+    vllm = recipe.engine.model_copy(update={"kind": "vllm"})
+    assert scheduling(recipe.model_copy(update={"engine": vllm})).move_steps is None

@@ -135,6 +135,10 @@ class SchedulerConfig(Section):
     hold_s: float = Field(20.0, ge=0)
     """`reserve`: a rollout that waits longer for a tool releases its KV if others need it. Applies
     until the scheduler has observed how long tools take."""
+    move_steps: int | None = Field(None, ge=0)
+    """`reserve`: a turn with fewer expected steps left stays on its engine. null is 256 with
+    embedded engines on one machine, else 50. A prefix that is computed again differs in its last
+    bits, so runs of short rollouts only repeat to the last digit if none moves."""
     cap_factor: float = Field(1.6, gt=0)
     """`mean_cap`: rollouts per engine, relative to its KV / their mean final length."""
     stall_s: float = Field(600.0, gt=0)

@@ -72,6 +72,8 @@ PROBE_TOKENS = 64
 PUBLISH_ATTEMPTS = 3
 NO_ENGINE_S = 900.0
 """How long `publish` waits for the first engine if none runs."""
+EMBEDDED_MOVE_STEPS = 256
+"""Embedded engines on one machine: shorter turns stay on their engine."""
 
 
 class Runtime:
@@ -476,9 +478,12 @@ async def _open_cluster(recipe: Recipe, notify: Notify) -> AsyncIterator[RayClus
 def scheduling(recipe: Recipe) -> SchedulerConfig:
     """The recipe's policy; deterministic runs reserve the worst case.
 
-    An estimate can be wrong, and a prefix that is evicted and computed again differs in its last
-    bits from one that was kept. With the worst case reserved, every prefix is kept.
+    A prefix that is computed again differs in its last bits from one that was kept. With the worst
+    case reserved, every prefix is kept. Without it, short turns do not move on one machine.
     """
-    if not recipe.deterministic:
-        return recipe.scheduler
-    return recipe.scheduler.model_copy(update={"policy": "worst_case"})
+    config = recipe.scheduler
+    if recipe.deterministic:
+        config = config.model_copy(update={"policy": "worst_case"})
+    if config.move_steps is None and recipe.engine.kind == "embedded" and recipe.cluster is None:
+        config = config.model_copy(update={"move_steps": EMBEDDED_MOVE_STEPS})
+    return config

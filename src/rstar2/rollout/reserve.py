@@ -81,8 +81,8 @@ SHORT = 0.8
 """Above this share of the cache at the expected peak, prefixes of waiting rollouts are evicted."""
 UNEVEN = 1.15
 """A turn moves only to an engine that is expected to finish it this many times sooner."""
-FEWEST_STEPS_TO_MOVE = 50
-"""A turn with fewer expected steps left never moves."""
+MOVE_STEPS = 50
+"""A turn with fewer expected steps left stays, unless the recipe says otherwise."""
 KEPT_DEMANDS = 256
 """Demands that are kept: the rollouts of a group start with the same one."""
 
@@ -93,6 +93,7 @@ class ReservePolicy:
     def __init__(self, config: SchedulerConfig, lengths: LengthModel) -> None:
         self.lengths = lengths
         self.hold_s = config.hold_s
+        self.move_steps = MOVE_STEPS if config.move_steps is None else config.move_steps
         self._width = 1
         self._outlooks: dict[str, EngineOutlook] = {}
         self._usual = UsualRollout()
@@ -330,10 +331,10 @@ class ReservePolicy:
             return None
         session, here = state.sessions[name], self._outlook(state, home)
         longest = -(-(session.request.limit - session.tokens) // self._width) * self._width
-        if longest < FEWEST_STEPS_TO_MOVE:
+        if longest < self.move_steps:
             return None
         steps = self._demand(session, here).alive_sum * self._width  # the same on every engine
-        if steps < FEWEST_STEPS_TO_MOVE:
+        if steps < self.move_steps:
             return None
         stay = max(steps * here.step_s, here.drain_s)
         if stay < UNEVEN * steps * min(state.speeds[e].step_s for e in state.serving):
