@@ -60,7 +60,7 @@ data/svamp/problems.jsonl: | $(INSTALLED)
 
 smollm2: $(SMOLLM2_INSTALLED) data/mawps/problems.jsonl data/svamp/problems.jsonl  ## train SmolLM2-135M on word problems for MINUTES=30
 	$(BIN)/rstar2 train smollm2-135m --minutes $(MINUTES) --set model.dtype=$(DTYPE) --set learner.dtype=$(DTYPE)
-	$(BIN)/rstar2 chat --model runs/smollm2-135m-seed0 "$(QUESTION)"
+	$(BIN)/rstar2 chat --temperature 0 --model runs/smollm2-135m-seed0 "$(QUESTION)"
 
 test: $(INSTALLED)  ## run all tests, including the attacks on the jail
 	$(PYTEST)
