@@ -117,7 +117,7 @@ def main() -> int:
         if not path.is_file():
             raise SystemExit(f"{path}: no such file; {maker} makes one")
     adopt_orphans()
-    repetitions, more = (1, 1) if args.quick else (3, 3)
+    repetitions, more = (1 if args.quick else 3), 3
     speeds: dict[str, list[Speed]] = {name: [] for name in cases()}
     for repetition in range(repetitions):
         for name, case in cases().items():
